@@ -1,0 +1,35 @@
+"""A laboratory for the training dynamics of Transformers.
+
+`joma` predicts (closed forms and flows), trains (small models, many seeds at once), and puts prediction and
+measurement side by side, claim by claim. The public names are imported on first use: `import joma` costs nothing.
+
+>>> import joma
+>>> joma.theory.growth.linear([0.9, 0.7], t=1.0)
+array([1.2..., 0.8...])
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from joma import data, models, report, studies, theory, train
+    from joma.runs import open_run
+
+__all__ = ["data", "models", "open_run", "report", "studies", "theory", "train"]
+__version__ = "0.1.0"
+
+_FUNCTIONS = {"open_run": "joma.runs"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return getattr(import_module(_FUNCTIONS[name]), name)
+    if name in __all__:
+        return import_module(f"joma.{name}")
+    raise AttributeError(f"module 'joma' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
