@@ -1,0 +1,231 @@
+"""The command line. It only parses, calls and prints; exit codes are those of the design.
+
+0: done, every tested claim holds. 1: done, a claim does not hold. 2: bad input or environment, in one line.
+3: an internal error. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional, UseAppendAction, arg, subcommand
+
+DONE, CLAIM_FAILED, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+@dataclass(frozen=True)
+class List:
+    """List the studies, their claims, presets and cost."""
+
+    json: bool = False
+    """Print one JSON document instead of tables."""
+
+    def __call__(self) -> int:
+        from joma.studies import MODULES, load
+
+        studies = [load(name) for name in MODULES]
+        if self.json:
+            emit([_listing(study) for study in studies])
+            return DONE
+        from joma.report.table import grid, show
+
+        for study in studies:
+            costs = ", ".join(f"{name} {preset.seconds:g} s" for name, preset in study.presets.items())
+            rows = ((claim.said, claim.expected.text, ", ".join(claim.presets)) for claim in study.claims)
+            title = f"{study.name}: {study.title}\n[not bold]{study.source}; on 2 cores: {costs}[/]"
+            show(grid(title, ("claim", "expected", "decided at"), rows))
+        return DONE
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run studies and judge their claims. No STUDY means all of them."""
+
+    studies: Positional[Annotated[tuple[str, ...], arg(metavar="STUDY")]] = ()
+    """Names as in `joma list`."""
+    preset: str = "quick"
+    """quick (2 cores, seconds) or paper."""
+    out: Path = Path("runs")
+    """Folder that the runs are stored under."""
+    seeds: Annotated[int | None, arg(metavar="N")] = None
+    """Seeds 0 to N-1; the preset's own number if not given."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models train."""
+    set: UseAppendAction[tuple[Annotated[str, arg(metavar="KEY=VALUE")], ...]] = ()
+    """Change one field of the study's config; may be repeated. A list is written 1,2,3."""
+    json: bool = False
+    """Print one JSON document instead of tables."""
+
+    def __call__(self) -> int:
+        from joma.progress import Bars
+        from joma.studies import MODULES, execute, load
+
+        studies = [load(name) for name in self.studies or MODULES]
+        prepared = [(study, changed(study, self.preset, self.set)) for study in studies]
+        device, bars, outcomes = chosen_device(self.device), Bars(), []
+        with bars.task("studies", total=len(prepared)) as work:
+            for study, config in prepared:
+                options = {"preset": self.preset, "out": self.out, "seeds": self.seeds, "device": device}
+                outcomes.append(execute(study, config=config, progress=bars, **options))
+                if not self.json:
+                    self.print(study.title, outcomes[-1])
+                work.advance()
+        if self.json:
+            emit([dataclasses.asdict(outcome) | {"failed": outcome.failed} for outcome in outcomes])
+        return CLAIM_FAILED if any(outcome.failed for outcome in outcomes) else DONE
+
+    def print(self, title: str, outcome: Any) -> None:
+        """Print one study's claims as a table."""
+        from joma.report.table import claims, show
+
+        when = "was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s"
+        show(claims(f"{outcome.study}: {title}\n[not bold]{outcome.path}, {when}[/]", outcome.claims))
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Check every theorem against an independent solution."""
+
+    json: bool = False
+    """Print one JSON document instead of a table."""
+
+    def __call__(self) -> int:
+        from joma.progress import Bars
+        from joma.studies.verification import verify
+
+        results = verify(Bars())
+        if self.json:
+            emit([dataclasses.asdict(result) for result in results])
+        else:
+            from joma.report.table import MARKS, grid, show
+
+            rows = (
+                (r.theorem, r.said, r.against, f"{r.error:.1e}", f"{r.tolerance:.0e}", MARKS[r.verdict])
+                for r in results
+            )
+            columns = ("theorem", "closed form", "independent solution", "error", "allowed", "verdict")
+            show(grid("Every theorem against an independent solution", columns, rows))
+        return DONE if all(result.verdict == "holds" for result in results) else CLAIM_FAILED
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one self-contained HTML file about the runs below DIR."""
+
+    dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
+    """Folder that runs were stored under."""
+    json: bool = False
+    """Print one JSON document instead of a line."""
+
+    def __call__(self) -> int:
+        from joma.report.html import write_report
+        from joma.studies import MODULES, load
+
+        studies = {name: load(name) for name in MODULES}
+        words = {name: {"title": s.title, "source": s.source, "about": s.about} for name, s in studies.items()}
+        path, runs = write_report(self.dir, words)
+        if self.json:
+            emit({"report": path, "runs": runs})
+        else:
+            sys.stdout.write(f"{path}\n")
+        return DONE
+
+
+Command = (
+    Annotated[List, subcommand(name="list")]
+    | Annotated[Run, subcommand(name="run")]
+    | Annotated[Verify, subcommand(name="verify")]
+    | Annotated[Report, subcommand(name="report")]
+)
+
+
+def _listing(study: Any) -> dict[str, Any]:
+    return {
+        "name": study.name,
+        "title": study.title,
+        "source": study.source,
+        "about": study.about,
+        "version": study.version,
+        "presets": {name: dataclasses.asdict(preset) for name, preset in study.presets.items()},
+        "claims": [
+            {"name": c.name, "said": c.said, "expected": c.expected.text, "across": c.across, "presets": c.presets}
+            for c in study.claims
+        ],
+    }
+
+
+def changed(study: Any, preset: str, changes: tuple[str, ...]) -> Any:
+    """The preset's config with `KEY=VALUE` changes, each parsed by tyro against the field's type."""
+    from joma.arguments import InputError, choice
+
+    config = choice("preset", preset, study.presets).config
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    args: list[str] = []
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise InputError("--set", "KEY=VALUE", repr(change), "write for example --set steps=500")
+        field = choice(f"--set key of {study.name}", key.replace("-", "_"), fields)
+        args += [f"--{field.name}", *(value.split(",") if isinstance(getattr(config, field.name), tuple) else [value])]
+    return tyro.cli(type(config), default=config, args=args, prog=f"joma run {study.name}") if args else config
+
+
+def chosen_device(name: str) -> str:
+    """`auto` is cuda where there is one; asking for a device that is not there is bad input."""
+    import torch
+
+    from joma.arguments import InputError
+
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise InputError("--device", "a device that is there", "cuda, but none is available", "use --device cpu")
+    return ("cuda" if there else "cpu") if name == "auto" else name
+
+
+def emit(value: Any) -> None:
+    """Print one JSON document on standard output."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
+def complain(line: str) -> None:
+    """Say one thing on standard error."""
+    sys.stderr.write(f"joma: {line}\n")
+
+
+def main(args: list[str] | None = None) -> int:
+    """Parse, run, and turn what happened into an exit code."""
+    command = tyro.cli(
+        Command,
+        args=args,
+        prog="joma",
+        description="A laboratory for how Transformers learn.",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    from joma.arguments import InputError
+    from joma.files import StorageError
+
+    try:
+        code = command()
+        sys.stdout.flush()
+    except (InputError, StorageError) as problem:
+        complain(str(problem))
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        complain("interrupted; finished runs are kept, the same command goes on from there.")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except Exception as problem:
+        traceback.print_exc()
+        complain(f"internal error ({type(problem).__name__}): please report it with the lines above.")
+        return INTERNAL
+    return code

@@ -1,0 +1,120 @@
+"""Files are written whole or not at all; folders are locked by the operating system; contents have a checksum."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class StorageError(OSError):
+    """The file system refuses or a file is not what was written: one line, with the path and the remedy."""
+
+
+class Held(StorageError):
+    """Another process holds the folder."""
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary neighbour of `path`, then rename it into place.
+
+    A reader sees the old file or the new one, never a part; after an error the old one stands untouched.
+    """
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+        temporary = Path(name)
+        os.close(handle)
+        write(temporary)
+        _settle(temporary)
+        os.replace(temporary, path)
+        _settle(path.parent)
+    except OSError as cause:
+        raise storage_error(path, cause) from None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _settle(path: Path) -> None:
+    """Ask the operating system to put `path` on the disk before going on."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def storage_error(path: Path, cause: OSError) -> StorageError:
+    """Say in one line what the file system refused and what to do."""
+    if cause.errno in FULL:
+        remedy = "free some space or choose another folder with `--out`"
+    elif cause.errno == errno.ENOENT:
+        remedy = "check the path"
+    else:
+        remedy = "choose a folder that you may write to with `--out`"
+    number = errno.ENOTDIR if cause.errno == errno.EEXIST else cause.errno  # mkdir's word for a file in the way
+    return StorageError(f"cannot write {path}: {os.strerror(number) if number else cause}; {remedy}.")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path`, whole."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.chmod(0o644)
+
+    write_whole(path, write)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` as indented JSON, whole. NaN and infinities are refused: they are no JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON from `path`; a missing or broken file is a `StorageError` that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        reason = os.strerror(cause.errno) if cause.errno else cause
+        raise StorageError(f"cannot read {path}: {reason}; check the path.") from None
+    except ValueError as cause:
+        raise StorageError(f"{path} is no valid JSON ({cause}); delete its folder to run it again.") from None
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold `folder` for this process; raise `Held` at once if another does.
+
+    The lock is the kernel's, on the folder itself: it goes with the process, however that ends, and leaves no file.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as cause:
+        raise storage_error(folder, cause) from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Held(f"{folder} is held by another process; wait for it or choose another `--out`.") from None
+        yield
+    finally:
+        os.close(handle)

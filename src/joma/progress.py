@@ -1,0 +1,98 @@
+"""Progress with time left, shown only on what lasts longer than two seconds, on standard error and a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+PATIENCE = 2.0  # seconds before a bar appears
+
+
+class Task:
+    """One piece of work: `advance` says that some of it is done."""
+
+    def advance(self, amount: int = 1) -> None:
+        """Count `amount` more units as done."""
+
+
+class Progress:
+    """The silent progress, for libraries and tests; `Bars` shows it."""
+
+    @contextmanager
+    def task(self, label: str, total: int) -> Iterator[Task]:  # noqa: ARG002
+        """Announce `total` units of work under `label`.
+
+        >>> with SILENT.task("flow", total=3) as work:
+        ...     work.advance()
+        """
+        yield Task()
+
+
+SILENT = Progress()
+
+
+class Bars(Progress):
+    """Bars on the terminal, one a task, with time left; nothing at all where standard error is no terminal."""
+
+    def __init__(self, patience: float = PATIENCE) -> None:
+        from rich.console import Console  # not needed to import the package
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self.patience = patience
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self.display = RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.open_tasks = 0
+        self.started = False
+
+    @contextmanager
+    def task(self, label: str, total: int) -> Iterator[Task]:
+        """Show a bar once the task has lasted longer than `patience` seconds."""
+        bar = _Bar(self, label, total)
+        self.open_tasks += 1
+        try:
+            yield bar
+        finally:
+            bar.close()
+            self.open_tasks -= 1
+            if self.started and not self.open_tasks:
+                self.display.stop()
+                self.started = False
+
+    def add(self, label: str, **fields: Any) -> TaskID:
+        """Put a new line on the display, starting it if need be."""
+        if not self.started:
+            self.display.start()
+            self.started = True
+        return self.display.add_task(label, **fields)
+
+
+class _Bar(Task):
+    def __init__(self, bars: Bars, label: str, total: int) -> None:
+        self.bars, self.label, self.total = bars, label, total
+        self.begun, self.done = time.monotonic(), 0
+        self.line: TaskID | None = None
+
+    def advance(self, amount: int = 1) -> None:
+        self.done += amount
+        if self.line is not None:
+            self.bars.display.update(self.line, completed=self.done)
+        elif time.monotonic() - self.begun > self.bars.patience:
+            self.line = self.bars.add(self.label, total=self.total, completed=self.done)
+
+    def close(self) -> None:
+        if self.line is not None:
+            self.bars.display.remove_task(self.line)

@@ -1,0 +1,1 @@
+"""From runs on disk to figures, tables and one self-contained HTML file."""

@@ -1,0 +1,78 @@
+"""Runs on disk become one HTML file that needs nothing beside it: styles and figures are inside."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from joma.files import StorageError, read_json, write_text
+from joma.report.table import number, spread
+from joma.runs import find_runs, now, open_run, provenance, read_claims
+
+VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested at this preset": ("–", "open")}
+
+
+def write_report(out: Path, studies: Mapping[str, Mapping[str, str]]) -> tuple[Path, int]:
+    """Write `out/report.html` about the finished runs below `out`.
+
+    Args:
+        out: the folder that runs were stored under.
+        studies: for each study's name, in the order wanted: `title`, `source` and `about`.
+
+    Returns:
+        The report's path and the number of runs in it.
+    """
+    paths = find_runs(out)
+    if not paths:
+        raise StorageError(f"no finished run below {out}; run `joma run --out {out}` first.")
+    order = {name: place for place, name in enumerate(studies)}
+    paths.sort(key=lambda path: order.get(path.parent.name, len(order)))  # stable: oldest first within a study
+    sections = [_section(path, studies.get(path.parent.name, {})) for path in paths]
+    page = _template().render(sections=sections, totals=_totals(sections), stamp=provenance(), now=now())
+    target = out / "report.html"
+    write_text(target, page)
+    return target.resolve(), len(sections)
+
+
+def _template() -> jinja2.Template:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"spread": spread, "number": number}
+    environment.globals["verdicts"] = VERDICTS
+    return environment.get_template("template.html")
+
+
+def _section(path: Path, about: Mapping[str, str]) -> dict[str, Any]:
+    """One run as the template wants it."""
+    record, config = read_claims(path), read_json(path / "config.json")
+    trajectory = open_run(path)
+    return {
+        "anchor": f"{path.parent.name}-{path.name}",
+        "study": path.parent.name,
+        "about": about,
+        "path": path,
+        "preset": config["preset"],
+        "config": json.dumps(config["config"], indent=1),
+        "seeds": len(config["seeds"]),
+        "wall_time": record["wall_time_s"],
+        "claims": record["claims"],
+        "counts": {verdict: sum(claim["verdict"] == verdict for claim in record["claims"]) for verdict in VERDICTS},
+        "figures": [_figure(file) for file in sorted((path / "figures").glob("*.svg"))],
+        "attributes": dict(sorted(trajectory.attrs.items())),
+        "variables": [(name, ", ".join(f"{d} {n}" for d, n in v.sizes.items())) for name, v in trajectory.items()],
+    }
+
+
+def _figure(file: Path) -> dict[str, str]:
+    caption = file.with_suffix(".txt").read_text(encoding="utf-8").strip()
+    image = base64.b64encode(file.read_bytes()).decode("ascii")
+    return {"caption": caption, "image": f"data:image/svg+xml;base64,{image}", "name": file.stem}
+
+
+def _totals(sections: list[dict[str, Any]]) -> dict[str, int]:
+    return {verdict: sum(section["counts"][verdict] for section in sections) for verdict in VERDICTS}

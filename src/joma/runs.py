@@ -1,0 +1,180 @@
+"""A run on disk: `config.json`, `trajectory.nc`, `figures/`, `claims.json` and `log.txt` in `OUT/<study>/<hash>/`.
+
+`claims.json` is written last, so a run is finished if and only if it is there; it carries the trajectory's checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import xarray as xr
+
+from joma.files import StorageError, checksum, lock, read_json, write_json, write_whole
+
+TRAJECTORY = "trajectory.nc"
+PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study: where it lies and what it is. `identity` decides the folder, `notes` do not."""
+
+    out: Path
+    study: str
+    version: int
+    config: Mapping[str, Any]
+    seeds: Sequence[int]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes this run this run: study, version, config and seeds."""
+        return {
+            "study": self.study,
+            "version": self.version,
+            "config": dict(self.config),
+            "seeds": list(self.seeds),
+        }
+
+    @property
+    def path(self) -> Path:
+        """`OUT/<study>/<hash>`."""
+        text = json.dumps(self.identity, sort_keys=True)
+        return self.out / self.study / hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Lock the run's folder for this process."""
+        with lock(self.path):
+            yield
+
+    @property
+    def finished(self) -> bool:
+        """Whether `claims.json`, the last file of a run, is there."""
+        return (self.path / "claims.json").exists()
+
+    def begin(self, preset: str) -> None:
+        """Write `config.json`: the first write, so that a folder that refuses is found before any work."""
+        write_json(self.path / "config.json", {**self.identity, "preset": preset})
+        self.log(f"begun: {self.study}, version {self.version}, preset {preset}, seeds {list(self.seeds)}")
+
+    def save(self, trajectory: xr.Dataset, *, device: str, wall_time: float) -> xr.Dataset:
+        """Stamp provenance on `trajectory`, write it, and return it as it now stands on disk."""
+        notes = provenance() | {"device": device, "wall_time_s": f"{wall_time:.3f}"}
+        identity = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.identity.items()}
+        write_trajectory(self.path / TRAJECTORY, trajectory.assign_attrs({**identity, **notes}))
+        return open_run(self.path)
+
+    def finish(self, claims: list[dict[str, Any]], *, wall_time: float) -> None:
+        """Write `claims.json`, which ends the run."""
+        notes = {"wall_time_s": round(wall_time, 3), "trajectory_sha256": checksum(self.path / TRAJECTORY)}
+        write_json(self.path / "claims.json", {**notes, "claims": claims})
+        self.log(f"finished after {wall_time:.1f} s")
+
+    def log(self, line: str) -> None:
+        """Append one line, with the time, to `log.txt`."""
+        try:
+            with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+                file.write(f"{now()} {line}\n")
+        except OSError as cause:
+            raise StorageError(f"cannot write {self.path / 'log.txt'}: {cause.strerror}.") from None
+
+
+def read_claims(path: Path) -> dict[str, Any]:
+    """Read a finished run's claims, after checking that its trajectory is the one they were measured on."""
+    record = read_json(path / "claims.json")
+    trajectory = path / TRAJECTORY
+    if not trajectory.exists():
+        raise StorageError(f"{trajectory} is missing; delete {path} to run it again.")
+    if checksum(trajectory) != record.get("trajectory_sha256"):
+        raise StorageError(f"{trajectory} is cut short or altered since its claims were measured; {_again(path)}")
+    return record
+
+
+def _again(path: Path) -> str:
+    return f"restore it, or delete {path} to run it again."
+
+
+def open_run(path: str | Path) -> xr.Dataset:
+    """Open a run's trajectory as a labelled `xarray.Dataset`, wholly in memory.
+
+    Args:
+        path: the run's folder, or its `trajectory.nc`.
+
+    Returns:
+        The Dataset with dims among `seed, step, time, layer, head, token, …`; attributes are strings, the config is
+        one JSON string.
+    """
+    path = Path(path)
+    file = path / TRAJECTORY if path.is_dir() else path
+    if not file.exists():
+        found = sorted(str(found.parent) for found in path.glob(f"**/{TRAJECTORY}")) if path.is_dir() else []
+        hint = f"runs below it: {', '.join(found)}" if found else "give the folder of a run, `OUT/<study>/<hash>`"
+        raise StorageError(f"no trajectory at {file}; {hint}.")
+    try:
+        with xr.open_dataset(file, engine="h5netcdf") as dataset:
+            return dataset.load()
+    except Exception as cause:  # h5py, h5netcdf and xarray each raise their own on a broken file
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        raise StorageError(f"{file} is no readable trajectory ({reason}); {_again(file.parent)}") from None
+
+
+def write_trajectory(path: Path, trajectory: xr.Dataset) -> None:
+    """Write a Dataset as netCDF-4, whole. Attributes must be strings: netCDF refuses bools, None and dicts."""
+
+    def write(temporary: Path) -> None:
+        try:
+            trajectory.to_netcdf(temporary, engine="h5netcdf")
+        except RuntimeError as cause:  # h5py's word for a write that the file system refused
+            raise OSError(str(cause).splitlines()[0]) from None
+        temporary.chmod(0o644)
+
+    write_whole(path, write)
+
+
+def find_runs(out: Path) -> list[Path]:
+    """The finished runs below `out`, by study and then oldest first."""
+    found = [claims.parent for claims in out.glob("*/*/claims.json")]
+    return sorted(found, key=lambda path: (path.parent.name, (path / "claims.json").stat().st_mtime_ns))
+
+
+def now() -> str:
+    """This moment in UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def provenance() -> dict[str, str]:
+    """Versions, platform, commit and time: stamped here and nowhere else."""
+    stamp = {"created": now(), "python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            stamp[f"{package}_version"] = version(package)
+        except PackageNotFoundError:
+            stamp[f"{package}_version"] = "not installed"
+    stamp["git_commit"] = _commit()
+    return stamp
+
+
+def _commit() -> str:
+    """The commit of the source tree that this package runs from, or "unknown" for an installed one."""
+    here = Path(__file__).resolve().parent
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return answer.stdout.strip() or "unknown"

@@ -1,0 +1,24 @@
+"""One small module a figure, table or claim: config, run, claims, draw. `load` imports the ones asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from joma.arguments import choice
+from joma.studies.base import Study, execute
+
+__all__ = ["MODULES", "Study", "execute", "load"]
+
+# In the order of the paper, which is the order of `joma list` and of the report.
+MODULES = {
+    "invariance": "joma.studies.invariance",
+    "winner": "joma.studies.winner",
+    "sparse-dense": "joma.studies.sparse_dense",
+    "critical-points": "joma.studies.critical_points",
+    "cooccurrence": "joma.studies.cooccurrence",
+}
+
+
+def load(name: str) -> Study:
+    """Import the study called `name`; an unknown name lists the known ones."""
+    return import_module(choice("study", name, MODULES)).STUDY

@@ -1,0 +1,261 @@
+"""What a study is: a config, a run, claims and figures, all declared; and the one function that executes it.
+
+A study module holds a frozen `Config`, `run(config, context) -> Dataset`, its claims, `draw` functions from a Dataset
+to a Figure, and `STUDY = Study(...)`. It has no training loop, no argument parsing and no file handling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import xarray as xr
+
+from joma.arguments import choice, whole
+from joma.progress import SILENT, Progress
+from joma.runs import Run, read_claims
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+
+Verdict = Literal["holds", "does not hold", "not tested at this preset"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The interval that a measured value must lie in, and the words for it."""
+
+    low: float
+    high: float
+    text: str
+
+    def __contains__(self, value: float) -> bool:
+        return bool(self.low <= value <= self.high)
+
+
+def at_most(high: float) -> Expected:
+    """The measured value must not exceed `high`.
+
+    >>> 3.0 in at_most(2.0)
+    False
+    """
+    return Expected(-math.inf, high, f"≤ {high:g}")
+
+
+def at_least(low: float) -> Expected:
+    """The measured value must reach `low`.
+
+    >>> at_least(0.9).text
+    '≥ 0.9'
+    """
+    return Expected(low, math.inf, f"≥ {low:g}")
+
+
+def between(low: float, high: float) -> Expected:
+    """The measured value must lie in [low, high].
+
+    >>> 0.5 in between(0, 1)
+    True
+    """
+    return Expected(low, high, f"{low:g} to {high:g}")
+
+
+def near(value: float, tolerance: float) -> Expected:
+    """The measured value must lie within `tolerance` of `value`.
+
+    >>> near(0.4278, 1e-3).text
+    '0.4278 ± 0.001'
+    """
+    return Expected(value - tolerance, value + tolerance, f"{value:g} ± {tolerance:g}")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is said, as data.
+
+    Attributes:
+        name: a short name, unique within the study.
+        said: the sentence, with its source.
+        measure: from the run's Dataset to one number, or to an array over `seed`.
+        expected: where the number must lie: `at_most`, `at_least`, `between` or `near`.
+        across: whether `every` seed must lie there, or the `mean` over seeds.
+        presets: the presets at which the claim can be decided; elsewhere it is measured but not judged.
+    """
+
+    name: str
+    said: str
+    measure: Callable[[xr.Dataset], xr.DataArray | float]
+    expected: Expected
+    across: Literal["every", "mean"] = "every"
+    presets: tuple[str, ...] = ("quick", "paper")
+
+    def judge(self, trajectory: xr.Dataset, preset: str) -> dict[str, Any]:
+        """Measure the claim on a run: a record for `claims.json`, with the spread over seeds and the verdict."""
+        values = np.atleast_1d(np.asarray(self.measure(trajectory), dtype=np.float64))
+        if values.ndim != 1:
+            raise TypeError(f"claim {self.name!r}: `measure` must return a number or one value a seed")
+        judged = values if self.across == "every" else values.mean(keepdims=True)
+        verdict: Verdict = "holds" if all(value in self.expected for value in judged) else "does not hold"
+        if preset not in self.presets:
+            verdict = "not tested at this preset"
+        return {
+            "name": self.name,
+            "said": self.said,
+            "expected": self.expected.text,
+            "across": self.across,
+            "measured": summary(values),
+            "verdict": verdict,
+        }
+
+
+def summary(values: np.ndarray) -> dict[str, Any]:
+    """Mean, standard deviation, least and greatest over seeds; what is not finite becomes None, as JSON has no NaN."""
+    spread = values.std(ddof=1) if values.size > 1 and np.isfinite(values).all() else 0.0
+    figures = {"mean": values.mean(), "sd": spread, "min": values.min(), "max": values.max()}
+    return {key: _finite(value) for key, value in figures.items()} | {"values": [_finite(value) for value in values]}
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A config with the number of seeds it is run at and what it costs, in seconds on 2 cores."""
+
+    config: Any
+    seeds: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a run is given beside its config: seeds, device, and where to report progress."""
+
+    seeds: tuple[int, ...]
+    device: str = "cpu"
+    progress: Progress = SILENT
+
+    def generators(self) -> list[torch.Generator]:
+        """Fresh random streams, one for each seed, on the CPU."""
+        import torch
+
+        return [torch.Generator().manual_seed(seed) for seed in self.seeds]
+
+
+@dataclass(frozen=True)
+class Study:
+    """One figure, table or claim of a paper, declared.
+
+    Attributes:
+        name: as on the command line.
+        title: one line for the report.
+        source: theorem, figure and arXiv number.
+        about: a paragraph for the report: what is compared with what.
+        version: raised whenever `run` changes its result; part of the run's hash.
+        presets: `quick` (2 cores, seconds) and `paper`.
+        run: from a config and a `Context` to a Dataset, with seeds as the axis `seed`.
+        claims: what is said and how it is measured.
+        figures: drawings by name, each from the Dataset alone: drawing never recomputes.
+        threads: torch's threads while it runs, None for as many as torch likes; 1 where tensors are so small that
+            threads would spend their time waiting for each other.
+    """
+
+    name: str
+    title: str
+    source: str
+    about: str
+    version: int
+    presets: Mapping[str, Preset]
+    run: Callable[[Any, Context], xr.Dataset]
+    claims: tuple[Claim, ...]
+    figures: Mapping[str, Drawing] = field(default_factory=dict)
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of a study: how it is drawn, and the caption that says what is seen."""
+
+    draw: Callable[[xr.Dataset], Figure]
+    caption: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: where it lies, what its claims came to, how long it took, whether it was already there."""
+
+    study: str
+    preset: str
+    path: Path
+    claims: list[dict[str, Any]]
+    wall_time: float
+    reused: bool
+
+    @property
+    def failed(self) -> int:
+        """How many tested claims do not hold."""
+        return sum(claim["verdict"] == "does not hold" for claim in self.claims)
+
+
+def execute(
+    study: Study,
+    *,
+    preset: str = "quick",
+    out: Path | str = "runs",
+    seeds: int | None = None,
+    config: Any = None,
+    device: str = "cpu",
+    progress: Progress = SILENT,
+) -> Outcome:
+    """Run `study` unless that very run is finished already, judge its claims, draw its figures, and store it all."""
+    chosen = choice("preset", preset, study.presets)
+    config = chosen.config if config is None else config
+    count = chosen.seeds if seeds is None else whole("seeds", seeds)
+    run = Run(Path(out), study.name, study.version, dataclasses.asdict(config), tuple(range(count)))
+    with run.hold():
+        if run.finished:
+            record = read_claims(run.path)
+            return Outcome(study.name, preset, run.path, record["claims"], record["wall_time_s"], reused=True)
+        run.begin(preset)
+        begun = time.perf_counter()
+        with _threads(study.threads):
+            result = study.run(config, Context(tuple(run.seeds), device, progress))
+        trajectory = run.save(result, device=device, wall_time=time.perf_counter() - begun)
+        claims = [claim.judge(trajectory, preset) for claim in study.claims]
+        _draw(study, trajectory, run.path)
+        wall_time = time.perf_counter() - begun
+        run.finish(claims, wall_time=wall_time)
+    return Outcome(study.name, preset, run.path, claims, wall_time, reused=False)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    if count is None:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _draw(study: Study, trajectory: xr.Dataset, path: Path) -> None:
+    from joma.report.figure import save, style
+
+    for place, (name, drawing) in enumerate(study.figures.items(), start=1):
+        with style():
+            figure = drawing.draw(trajectory)
+        save(figure, path / "figures" / f"{place}-{name}", caption=drawing.caption)

@@ -1,0 +1,13 @@
+"""Shapes and types are checked at run time in the tests: jaxtyping's import hook with beartype."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+install_import_hook("joma", "typechecker.check")
+
+settings.register_profile("joma", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("joma")

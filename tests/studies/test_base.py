@@ -1,0 +1,127 @@
+import json
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+import toy_study
+from joma import open_run
+from joma.arguments import InputError
+from joma.files import Held, StorageError, lock
+from joma.studies import MODULES, execute, load
+from joma.studies.base import Claim, at_least, at_most, between, near
+from toy_study import STUDY, Config
+
+
+def verdicts(outcome):
+    return {claim["name"]: claim["verdict"] for claim in outcome.claims}
+
+
+def test_a_run_is_stored_judged_and_drawn(tmp_path):
+    outcome = execute(STUDY, out=tmp_path)
+    assert verdicts(outcome) == {"end": "holds", "each": "holds", "later": "not tested at this preset"}
+    assert outcome.failed == 0
+    names = {str(path.relative_to(outcome.path)) for path in outcome.path.rglob("*") if path.is_file()}
+    figures = {f"figures/1-line{suffix}" for suffix in (".svg", ".pdf", ".txt")}
+    assert names == {"config.json", "trajectory.nc", "claims.json", "log.txt"} | figures
+    np.testing.assert_allclose(open_run(outcome.path).value.isel(time=-1), [2.0, 2.01, 2.02])
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    first = execute(STUDY, out=tmp_path)
+    calls = len(toy_study.calls)
+    second = execute(STUDY, out=tmp_path)
+    assert len(toy_study.calls) == calls
+    assert second.reused
+    assert second.claims == first.claims
+    assert not execute(STUDY, out=tmp_path, seeds=2).reused
+    assert not execute(STUDY, out=tmp_path, config=Config(slope=3.0)).reused
+
+
+def test_an_unfinished_run_is_run_anew(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        execute(STUDY, out=tmp_path, config=Config(mode="interrupt"))
+    outcome = execute(STUDY, out=tmp_path)
+    (outcome.path / "claims.json").unlink()
+    assert not execute(STUDY, out=tmp_path).reused
+
+
+def test_claims_are_decided_at_their_presets_only(tmp_path):
+    outcome = execute(STUDY, preset="paper", out=tmp_path)
+    assert verdicts(outcome)["later"] == "does not hold"
+    assert outcome.failed == 1
+    measured = outcome.claims[2]["measured"]
+    np.testing.assert_allclose(measured["values"], 2 + 0.01 * np.arange(5))
+    np.testing.assert_allclose(measured["sd"], np.std(np.arange(5), ddof=1) * 0.01)
+
+
+def test_nan_never_holds_and_stays_valid_json(tmp_path):
+    outcome = execute(STUDY, out=tmp_path, config=Config(mode="nan"))
+    assert verdicts(outcome)["end"] == verdicts(outcome)["each"] == "does not hold"
+    record = json.loads((outcome.path / "claims.json").read_text())
+    assert record["claims"][0]["measured"]["values"][0] is None
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.floats(-5, 5), st.booleans())
+def test_every_and_mean(values, threshold, every):
+    trajectory = xr.Dataset({"x": ("seed", values)})
+    claim = Claim("x", "x", lambda run: run.x, at_most(threshold), across="every" if every else "mean")
+    expected = max(values) <= threshold if every else np.mean(values) <= threshold
+    assert (claim.judge(trajectory, "quick")["verdict"] == "holds") == expected
+
+
+def test_a_measure_must_be_a_number_or_one_value_a_seed():
+    claim = Claim("x", "x", lambda run: run.x, at_most(1))
+    with pytest.raises(TypeError, match="one value a seed"):
+        claim.judge(xr.Dataset({"x": (("a", "b"), np.zeros((2, 2)))}), "quick")
+
+
+@given(st.floats(-10, 10), st.floats(0, 3), st.floats(-20, 20))
+def test_expected_intervals(value, tolerance, x):
+    assert (x in near(value, tolerance)) == (value - tolerance <= x <= value + tolerance)
+    assert (x in between(value, value + tolerance)) == (value <= x <= value + tolerance)
+    assert (x in at_least(value)) == (x >= value)
+
+
+def test_another_process_that_holds_the_run_is_named(tmp_path):
+    path = execute(STUDY, out=tmp_path).path
+    with lock(path), pytest.raises(Held, match=str(path)):
+        execute(STUDY, out=tmp_path)
+
+
+def test_a_damaged_finished_run_is_named_and_kept(tmp_path):
+    path = execute(STUDY, out=tmp_path).path
+    file = path / "trajectory.nc"
+    file.write_bytes(file.read_bytes()[:-100])
+    size = file.stat().st_size
+    with pytest.raises(StorageError, match="cut short or altered"):
+        execute(STUDY, out=tmp_path)
+    assert file.stat().st_size == size
+
+
+def test_an_unusable_folder_is_found_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    calls = len(toy_study.calls)
+    with pytest.raises(StorageError, match="Not a directory"):
+        execute(STUDY, out=tmp_path / "file")
+    assert len(toy_study.calls) == calls
+
+
+@pytest.mark.parametrize("options", [{"preset": "quik"}, {"seeds": 0}])
+def test_bad_options(tmp_path, options):
+    with pytest.raises(InputError):
+        execute(STUDY, out=tmp_path, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_study_is_declared_whole(name):
+    study = load(name)
+    assert study.name == name
+    assert {"quick", "paper"} <= set(study.presets)
+    names = [claim.name for claim in study.claims]
+    assert len(names) == len(set(names)) >= 2
+    assert all(set(claim.presets) <= set(study.presets) for claim in study.claims)
+    assert study.figures

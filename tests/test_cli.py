@@ -1,0 +1,171 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import toy_study  # noqa: F401  (registered below by name)
+from joma import cli, studies
+from joma.files import lock
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setattr(studies, "MODULES", {"toy": "toy_study"})
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def joma(*args, capsys):
+    code = cli.main([str(arg) for arg in args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_run_prints_said_measured_and_verdict(tmp_path, capsys):
+    code, out, err = joma("run", "--out", tmp_path, capsys=capsys)
+    assert code == 0
+    assert "The line ends at 2." in out
+    assert "2 ± 0.05" in out
+    assert "2.01 ± 0.01 (2 to 2.02)" in out
+    assert "not tested" in out
+    assert err == ""
+
+
+def test_a_claim_that_does_not_hold_is_exit_1(tmp_path, capsys):
+    code, out, _ = joma("run", "toy", "--out", tmp_path, "--set", "slope=1.0", "--json", capsys=capsys)
+    assert code == 1
+    (outcome,) = json.loads(out)
+    assert outcome["failed"] == 2
+    assert json.loads((tmp_path / "toy" / os.listdir(tmp_path / "toy")[0] / "config.json").read_text())["config"][
+        "slope"
+    ] == pytest.approx(1.0)
+
+
+def test_set_parses_lists_and_repeats(tmp_path, capsys):
+    args = ("run", "toy", "--out", tmp_path, "--set", "levels=1,2.5,3", "--set", "points=7", "--seeds", 1, "--json")
+    code, out, _ = joma(*args, capsys=capsys)
+    assert code == 0
+    config = json.loads((tmp_path / json.loads(out)[0]["path"] / "config.json").read_text())
+    assert config["config"]["levels"] == [1, 2.5, 3]
+    assert config["config"]["points"] == 7
+    assert config["seeds"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run", "tyo"], "`study` must be one of toy, got 'tyo'; did you mean 'toy'."),
+        (["run", "--preset", "quik"], "`preset` must be one of quick, paper, got 'quik'; did you mean 'quick'."),
+        (["run", "--seeds", "0"], "`seeds` must be a whole number of at least 1, got 0; give a number"),
+        (["run", "--set", "slope"], "`--set` must be KEY=VALUE"),
+        (["run", "--set", "slop=1"], "did you mean 'slope'"),
+        (["run", "--set", "points=1"], "`points` must be at least 2, got 1; use more points."),
+        (["run", "--device", "cuda"], "`--device` must be a device that is there"),
+        (["report", "nowhere"], "no finished run below nowhere; run `joma run --out nowhere` first."),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(args, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = joma(*args, capsys=capsys)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.startswith("joma: ")
+    assert err.count("\n") == 1
+    assert not list(tmp_path.rglob("trajectory.nc"))
+
+
+@pytest.mark.parametrize("args", [["rnu"], ["run", "--preset"], ["run", "--set", "points=many"], ["list", "--jsn"]])
+def test_usage_errors_keep_the_box_and_exit_2(args, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(args)
+    assert stop.value.code == 2
+    assert "helptext" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_folder_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    code, _, err = joma("run", "--out", tmp_path / "file", capsys=capsys)
+    assert code == 2
+    assert err.startswith("joma: cannot write ")
+    assert err.count("\n") == 1
+
+
+def test_a_run_that_another_process_holds_is_exit_2(tmp_path, capsys):
+    _, out, _ = joma("run", "--out", tmp_path, "--json", capsys=capsys)
+    with lock(Path(json.loads(out)[0]["path"])):
+        code, _, err = joma("run", "--out", tmp_path, capsys=capsys)
+    assert code == 2
+    assert "held by another process" in err
+
+
+def test_a_trajectory_cut_short_is_exit_2_for_run_and_report(tmp_path, capsys):
+    joma("run", "--out", tmp_path, capsys=capsys)
+    (file,) = tmp_path.rglob("trajectory.nc")
+    file.write_bytes(file.read_bytes()[:500])
+    for command in (["run", "--out", tmp_path], ["report", tmp_path]):
+        code, _, err = joma(*command, capsys=capsys)
+        assert code == 2
+        assert "trajectory.nc is cut short or altered" in err
+    assert file.stat().st_size == 500
+
+
+def test_defects_and_interrupts_have_their_own_codes(tmp_path, capsys):
+    code, _, err = joma("run", "--out", tmp_path, "--set", "mode=crash", capsys=capsys)
+    assert code == 3
+    assert "internal error (RuntimeError)" in err
+    code, _, err = joma("run", "--out", tmp_path, "--set", "mode=interrupt", capsys=capsys)
+    assert code == 130
+    assert err.count("\n") == 1
+
+
+def test_list(capsys):
+    code, out, _ = joma("list", capsys=capsys)
+    assert code == 0
+    assert "toy: A line" in out
+    assert "quick 1 s, paper 2 s" in out
+    assert "Every seed ends above 2." in out
+    code, out, _ = joma("list", "--json", capsys=capsys)
+    assert json.loads(out)[0]["presets"]["paper"]["config"]["points"] == 50
+
+
+def test_report_is_one_file_with_everything_inside(tmp_path, capsys):
+    joma("run", "--out", tmp_path, capsys=capsys)
+    joma("run", "--out", tmp_path, "--set", "slope=1.0", capsys=capsys)
+    code, out, _ = joma("report", tmp_path, "--json", capsys=capsys)
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["runs"] == 2
+    page = Path(answer["report"]).read_text(encoding="utf-8")
+    assert page.count("data:image/svg+xml;base64,") == 2
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "&lt;check&gt;" in page
+    assert page.count("✗ does not hold") == 2
+    assert "What does not hold" in page
+
+
+@pytest.mark.parametrize("code", ["import joma", "from joma import cli; cli.main(['--help'])"])
+def test_import_and_help_leave_torch_alone(code):
+    script = f"""
+import sys
+try:
+    {code}
+except SystemExit:
+    pass
+heavy = {{"torch", "scipy", "matplotlib", "xarray", "rich"}} & set(sys.modules)
+sys.exit(", ".join(sorted(heavy)) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m joma list | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,69 @@
+"""A study of nothing much, to test what surrounds studies: its config makes it diverge, fail or be interrupted."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import xarray as xr
+from matplotlib.figure import Figure
+
+from joma.arguments import InputError
+from joma.report.figure import canvas, measured, theory
+from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
+
+
+@dataclass(frozen=True)
+class Config:
+    slope: float = 2.0
+    points: int = 4
+    levels: tuple[float, ...] = (1.0, 2.0)
+    mode: str = "run"
+
+
+calls: list[Config] = []
+
+
+def run(config: Config, context: Context) -> xr.Dataset:
+    calls.append(config)
+    if config.mode == "crash":
+        raise RuntimeError("a defect")
+    if config.mode == "interrupt":
+        raise KeyboardInterrupt
+    if config.points < 2:
+        raise InputError("points", "at least 2", config.points, "use more points")
+    time = np.linspace(0, 1, config.points)
+    seed = np.array(context.seeds)
+    with context.progress.task("points", total=config.points) as work:
+        work.advance(config.points)
+    value = config.slope * time + 0.01 * seed[:, None]
+    if config.mode == "nan":
+        value[0] = np.nan
+    return xr.Dataset({"value": (("seed", "time"), value)}, {"seed": seed, "time": time})
+
+
+def end(trajectory: xr.Dataset) -> xr.DataArray:
+    return trajectory.value.isel(time=-1)
+
+
+def draw(trajectory: xr.Dataset) -> Figure:
+    figure, axes = canvas()
+    theory(axes[0, 0], trajectory.time, 2 * trajectory.time, label="theory")
+    measured(axes[0, 0], trajectory.time, trajectory.value, label="measured")
+    axes[0, 0].legend()
+    return figure
+
+
+STUDY = Study(
+    name="toy",
+    title="A line",
+    source="Euclid",
+    about="A line of slope two & a <check> that HTML is escaped.",
+    version=1,
+    presets={"quick": Preset(Config(), seeds=3, seconds=1), "paper": Preset(Config(points=50), seeds=5, seconds=2)},
+    run=run,
+    claims=(
+        Claim("end", "The line ends at 2.", end, near(2.0, 0.05), across="mean"),
+        Claim("each", "Every seed ends above 2.", end, at_least(2.0)),
+        Claim("later", "Decided at the paper preset only.", end, at_most(2.005), presets=("paper",)),
+    ),
+    figures={"line": Drawing(draw, "Theory as a line, measurement as points.")},
+)
