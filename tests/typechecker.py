@@ -1,5 +1,11 @@
-"""The run-time checker of annotations in the tests: beartype, with int accepted for float as type checkers do."""
+"""The run-time checker of annotations in the tests: beartype, told two things that static checkers know.
 
-from beartype import BeartypeConf, beartype
+An int is accepted for a float, and a tuple is a nested sequence like a list: NumPy's protocol for one asks for
+`__reversed__`, which tuples lack at run time.
+"""
 
-check = beartype(conf=BeartypeConf(is_pep484_tower=True))
+from beartype import BeartypeConf, FrozenDict, beartype
+from numpy.typing import ArrayLike
+
+overrides = FrozenDict({ArrayLike: ArrayLike | tuple})
+check = beartype(conf=BeartypeConf(is_pep484_tower=True, hint_overrides=overrides))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 MARKS = {
@@ -42,7 +43,7 @@ def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> T
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(cell if cell in MARKS.values() else escape(cell) for cell in row))
     return table
 
 

@@ -1,0 +1,38 @@
+"""What a user waits for: `import joma` and `joma --help` beside `import numpy`, `joma verify`, the quick studies."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+JOMA = str(Path(sys.executable).parent / "joma")
+
+
+def seconds(command: list[str]) -> float:
+    """Wall time of one command."""
+    begun = time.perf_counter()
+    subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - begun
+
+
+def rows() -> Iterator[tuple[str, str, str, bool]]:
+    """Yield (what, asked, reached, met)."""
+    commands = {
+        "numpy": [sys.executable, "-c", "import numpy"],
+        "import joma": [sys.executable, "-c", "import joma"],
+        "joma --help": [JOMA, "--help"],
+    }
+    turns = [{name: seconds(command) for name, command in commands.items()} for _ in range(15)]
+    cost = {name: median(turn[name] for turn in turns) for name in commands}
+    for name in ("import joma", "joma --help"):
+        ratio = cost[name] / cost["numpy"]
+        yield f"{name}, against python -c 'import numpy'", "≤ 3 x", f"{ratio:.2f} x", ratio <= 3
+    verify = seconds([JOMA, "verify"])
+    yield "joma verify", "≤ 60 s", f"{verify:.1f} s", verify <= 60
+    with tempfile.TemporaryDirectory() as out:
+        studies = ["invariance", "winner", "sparse-dense", "critical-points", "cooccurrence"]
+        quick = seconds([JOMA, "run", *studies, "--out", out])
+    yield "the five theory studies, quick", "≤ 90 s", f"{quick:.1f} s", quick <= 90
