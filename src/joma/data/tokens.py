@@ -1,0 +1,156 @@
+"""Classes of sequences over distinct and common tokens, and finite contexts drawn from them.
+
+A class is a distribution over tokens. Distinct tokens come first; their frequencies tell classes apart. Common tokens
+follow; they occur in every class and say little about it. The seed is the leading axis of all that is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from joma.arguments import InputError, choice, whole
+
+WIDTH = 30.0  # of the bumps of `gaussian`, as twice a variance, in tokens squared
+
+
+@dataclass(frozen=True)
+class TokenClasses:
+    """P[token | class] for each seed, and the latents behind it."""
+
+    frequency: Float[Tensor, "seed label token"]
+    label: Int[Tensor, " label"]
+    distinct: Bool[Tensor, " token"]
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Finite sequences of tokens, the same as frequencies, and the class that each was drawn from."""
+
+    token: Int[Tensor, "seed sample position"]
+    frequency: Float[Tensor, "seed sample token"]
+    label: Int[Tensor, "seed sample"]
+
+
+def _gaussian(uniform: Float[Tensor, "seed token label"], distinct: int) -> Tensor:
+    count = uniform.shape[-1]
+    token = torch.arange(distinct, dtype=uniform.dtype)[:, None]
+    centre = distinct * torch.arange(count, dtype=uniform.dtype) / count
+    bumps = torch.exp(-((token - centre) ** 2) / WIDTH)
+    return torch.cat([bumps.expand(len(uniform), -1, -1), uniform[:, distinct:]], dim=1)
+
+
+def _random(uniform: Float[Tensor, "seed token label"], distinct: int) -> Tensor:  # noqa: ARG001  (one signature)
+    return uniform
+
+
+KINDS: dict[str, Callable[[Tensor, int], Tensor]] = {"gaussian": _gaussian, "random": _random}
+
+
+def token_classes(
+    kind: str,
+    *,
+    generators: Sequence[torch.Generator],
+    classes: int = 20,
+    distinct: int = 10,
+    common: int = 10,
+    dtype: torch.dtype = torch.float64,
+) -> TokenClasses:
+    """Return the token frequencies of every class, in the setting of JoMA's Figure 2.
+
+    Before each class is normalised to sum to one, a common token's weight is uniform in [0, ½], and distinct token l
+    of class i has
+
+        gaussian: exp(−(l − M_d i/K)²/30)        random: uniform in [0, ½] as well
+
+    with K classes and M_d distinct tokens. Seeds whose generators are alike have the same common weights in both kinds.
+
+    Args:
+        kind: a name of `KINDS`.
+        generators: one for each seed; each draws (M_d + M_c) × K numbers.
+        classes, distinct, common: how many of each; `distinct` or `common` may be 0, not both.
+
+    Returns:
+        `TokenClasses` with `frequency` [seed, label, token].
+
+    >>> data = token_classes("gaussian", generators=[torch.Generator().manual_seed(0)], classes=4, common=3)
+    >>> data.frequency.shape, int(data.frequency[0, 2].argmax())
+    (torch.Size([1, 4, 13]), 5)
+    """
+    weigh, classes = choice("kind", kind, KINDS), whole("classes", classes)
+    distinct, common = whole("distinct", distinct, low=0), whole("common", common, low=0)
+    if distinct + common == 0:
+        raise InputError("distinct + common", "at least 1", 0, "give the classes some tokens")
+    shape = (distinct + common, classes)  # token by token: every class's weight for one token is drawn together
+    uniform = torch.stack([torch.rand(shape, generator=g, dtype=dtype) / 2 for g in _each(generators)])
+    weight = weigh(uniform, distinct).mT
+    return TokenClasses(
+        frequency=(weight / weight.sum(dim=-1, keepdim=True)).contiguous(),
+        label=torch.arange(classes),
+        distinct=torch.arange(distinct + common) < distinct,
+    )
+
+
+def contexts(
+    frequency: Float[Tensor, "seed label token"],
+    *,
+    samples: int,
+    length: int,
+    generators: Sequence[torch.Generator],
+) -> Contexts:
+    """Draw finite contexts: each sample's class is uniform over the labels, its tokens independent given the class.
+
+        P[label = i] = 1/K,    P[token_j = l | label = i] = frequency[i, l],  j = 1..length
+
+    Args:
+        frequency: P[token | class] of every seed, e.g. `token_classes(...).frequency`.
+        samples, length: number of contexts for each seed, and of tokens in each.
+        generators: one for each seed; a seed's draws do not depend on the seeds beside it.
+
+    Returns:
+        `Contexts`: the tokens in order, their frequencies (counts over length), and the labels.
+
+    >>> certain = torch.eye(2, dtype=torch.float64)[None]
+    >>> drawn = contexts(certain, samples=5, length=3, generators=[torch.Generator().manual_seed(0)])
+    >>> bool((drawn.token == drawn.label[..., None]).all())
+    True
+    """
+    samples, length = whole("samples", samples), whole("length", length)
+    _check_frequency(frequency, len(_each(generators)))
+    labels, tokens = [], []
+    for own, generator in zip(frequency, generators, strict=True):
+        label = torch.randint(len(own), (samples,), generator=generator)
+        labels.append(label)
+        tokens.append(torch.multinomial(own[label], length, replacement=True, generator=generator))
+    token = torch.stack(tokens)
+    counts = torch.zeros(*token.shape[:2], frequency.shape[-1], dtype=frequency.dtype)
+    counts.scatter_add_(-1, token, torch.ones_like(token, dtype=frequency.dtype))
+    return Contexts(token=token, frequency=counts / length, label=torch.stack(labels))
+
+
+def _each(generators: Sequence[torch.Generator]) -> Sequence[torch.Generator]:
+    if not generators or not all(isinstance(g, torch.Generator) for g in generators):
+        remedy = "pass `[torch.Generator().manual_seed(seed) for seed in seeds]`"
+        raise InputError("generators", "one torch.Generator for each seed", generators, remedy)
+    return generators
+
+
+def _check_frequency(frequency: Tensor, seeds: int) -> None:
+    if frequency.ndim != 3 or len(frequency) != seeds:
+        got = f"shape {tuple(frequency.shape)}"
+        raise InputError(
+            "frequency", f"[seed, label, token] with {seeds} seeds", got, "give one generator for each seed"
+        )
+    if frequency.numel() == 0:
+        raise InputError(
+            "frequency", "non-empty", f"shape {tuple(frequency.shape)}", "give at least one class and token"
+        )
+    sums = frequency.sum(dim=-1)
+    off = float((sums - 1).abs().max())
+    if not off <= 1e-5 or bool((frequency < 0).any()):  # `not <=` catches NaN
+        got = f"sums up to {off:.3g} from 1, least value {float(frequency.min()):.3g}"
+        raise InputError("frequency", "probabilities that sum to 1 over tokens", got, "divide by the sum first")

@@ -1,0 +1,121 @@
+"""Token data against its definition, class by class, and drawn contexts against their law."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from joma.arguments import InputError
+from joma.data.tokens import KINDS, contexts, token_classes
+
+
+def streams(*seeds):
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+sizes = st.tuples(st.integers(1, 7), st.integers(1, 6), st.integers(1, 6))
+
+
+@given(size=sizes, seed=st.integers(0, 2**31))
+def test_gaussian_classes_are_the_papers(size, seed):
+    classes, distinct, common = size
+    x = token_classes("gaussian", classes=classes, distinct=distinct, common=common, generators=streams(seed))
+    weight = torch.rand(distinct + common, classes, generator=streams(seed)[0], dtype=torch.float64).numpy() / 2
+    for i in range(classes):
+        for token in range(distinct):
+            weight[token, i] = math.exp(-((token - distinct * i / classes) ** 2) / 30)
+    np.testing.assert_allclose(x.frequency[0].numpy(), (weight / weight.sum(0)).T, rtol=1e-13)
+    assert x.distinct.tolist() == [True] * distinct + [False] * common
+    assert x.label.tolist() == list(range(classes))
+
+
+@given(size=sizes, kind=st.sampled_from(sorted(KINDS)), seeds=st.lists(st.integers(0, 999), min_size=1, max_size=4))
+def test_a_seeds_classes_are_distributions_of_its_own(size, kind, seeds):
+    options = dict(zip(("classes", "distinct", "common"), size, strict=True))
+    together = token_classes(kind, generators=streams(*seeds), **options).frequency
+    assert together.shape == (len(seeds), size[0], size[1] + size[2])
+    torch.testing.assert_close(
+        together.sum(-1), torch.ones(len(seeds), size[0], dtype=torch.float64), rtol=0, atol=1e-14
+    )
+    for position, seed in enumerate(seeds):
+        assert torch.equal(together[position], token_classes(kind, generators=streams(seed), **options).frequency[0])
+
+
+@given(seed=st.integers(0, 2**31))
+def test_both_kinds_share_their_common_tokens(seed):
+    gaussian, random = (token_classes(kind, generators=streams(seed)).frequency[0, :, 10:] for kind in sorted(KINDS))
+    torch.testing.assert_close(
+        gaussian / gaussian.sum(-1, keepdim=True), random / random.sum(-1, keepdim=True), rtol=1e-12, atol=0
+    )
+
+
+def test_random_weights_are_uniform_before_normalising():
+    x = token_classes("random", classes=1, distinct=2, common=0, generators=streams(*range(4000))).frequency[:, 0]
+    share = x[:, 0] / (1 - x[:, 0])  # the ratio of two uniform numbers: P[ratio ≤ r] = r/2 up to 1, then 1 − 1/2r
+    law = torch.where(share <= 1, share / 2, 1 - 1 / (2 * share))
+    counts = np.histogram(law.numpy(), bins=10, range=(0, 1))[0]
+    assert chisquare(counts).pvalue > 1e-3
+
+
+@given(samples=st.integers(1, 6), length=st.integers(1, 8), seeds=st.lists(st.integers(0, 999), min_size=1, max_size=3))
+def test_contexts_count_their_tokens(samples, length, seeds):
+    x = token_classes("gaussian", classes=3, distinct=4, common=2, generators=streams(*seeds)).frequency
+    drawn = contexts(x, samples=samples, length=length, generators=streams(*seeds))
+    assert drawn.token.shape == (len(seeds), samples, length)
+    for s in range(len(seeds)):
+        alone = contexts(x[s : s + 1], samples=samples, length=length, generators=streams(seeds[s]))
+        assert torch.equal(alone.token[0], drawn.token[s])
+        assert torch.equal(alone.label[0], drawn.label[s])
+        for i in range(samples):
+            counts = np.bincount(drawn.token[s, i].numpy(), minlength=6)
+            np.testing.assert_array_equal(drawn.frequency[s, i].numpy(), counts / length)
+
+
+def test_contexts_follow_their_class():
+    x = token_classes("gaussian", classes=4, distinct=5, common=3, generators=streams(1)).frequency
+    drawn = contexts(x, samples=6000, length=10, generators=streams(2))
+    label = drawn.label[0].numpy()
+    assert chisquare(np.bincount(label, minlength=4)).pvalue > 1e-3
+    for i in range(4):
+        counts = np.bincount(drawn.token[0].numpy()[label == i].ravel(), minlength=8)
+        assert chisquare(counts, counts.sum() * x[0, i].numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"kind": "gausian"}, "kind"),
+        ({"classes": 0}, "classes"),
+        ({"distinct": -1}, "distinct"),
+        ({"common": -2}, "common"),
+        ({"distinct": 0, "common": 0}, "distinct"),
+        ({"generators": []}, "generators"),
+    ],
+)
+def test_bad_classes_are_named(options, names):
+    options = {"kind": "gaussian", "generators": streams(0), **options}
+    with pytest.raises(InputError, match=f"`{names}"):
+        token_classes(options.pop("kind"), **options)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "options", "names"),
+    [
+        (torch.full((1, 2, 2), 0.6), {}, "frequency"),
+        (torch.full((1, 2, 2), float("nan")), {}, "frequency"),
+        (torch.tensor([[[1.5, -0.5]]]), {}, "frequency"),
+        (torch.zeros(1, 0, 2), {}, "frequency"),
+        (torch.full((2, 2, 2), 0.5), {}, "frequency"),
+        (torch.full((1, 2, 2), 0.5), {"samples": 0}, "samples"),
+        (torch.full((1, 2, 2), 0.5), {"length": -3}, "length"),
+    ],
+)
+def test_bad_contexts_are_named(frequency, options, names):
+    with pytest.raises(InputError, match=f"`{names}`"):
+        contexts(frequency, generators=streams(0), **{"samples": 2, "length": 3, **options})
