@@ -1,0 +1,5 @@
+"""One training loop; the seed is a leading axis of the model, of its loss and of all that is recorded."""
+
+from joma.train.loop import OPTIMISERS, Optimiser, fit
+
+__all__ = ["OPTIMISERS", "Optimiser", "fit"]

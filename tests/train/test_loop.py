@@ -1,0 +1,215 @@
+"""The loop against plain torch loops one seed at a time, and against steps computed by hand."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from joma import schedule
+from joma.arguments import InputError
+from joma.data.tokens import token_classes
+from joma.models import ATTENTIONS, Block
+from joma.progress import Progress, Task
+from joma.train import OPTIMISERS, Optimiser, fit
+
+STEPS = 15
+
+
+def streams(*seeds):
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def learner(seeds, attention="softmax"):
+    """A block on its own data for every seed, and its loss: cross entropy with hidden units as logits."""
+    generators = streams(*seeds)
+    x = token_classes("gaussian", classes=6, distinct=4, common=3, generators=generators).frequency
+    block = Block(tokens=7, hidden=6, attention=attention, activation="gelu", scale=0.5, generators=generators)
+
+    def loss(model, step):
+        h = model(x)
+        return (h.logsumexp(-1) - h.diagonal(dim1=-2, dim2=-1)).mean(-1) * (1 + 0.1 * step)
+
+    return block, loss
+
+
+class Numbers(nn.Module):
+    """One row of numbers for each seed."""
+
+    def __init__(self, **values):
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, nn.Parameter(torch.tensor(value, dtype=torch.float64)))
+
+
+def recorded(model, _step):
+    return {"w": model.w, "z": model.z, "slope": model.z.grad}
+
+
+DIMS = {"w": ("dim", "hidden"), "z": ("query", "token"), "slope": ("query", "token")}
+
+
+@pytest.mark.parametrize("rule", [Optimiser("sgd", 0.3, {"z": 0.7}, 0.01), Optimiser("adam", 0.05, {"z": 0.02}, 0.01)])
+@settings(max_examples=15)
+@given(attention=st.sampled_from(sorted(ATTENTIONS)), seeds=st.lists(st.integers(0, 99), min_size=2, max_size=4))
+def test_a_seed_trains_as_it_would_alone_in_a_plain_loop(rule, attention, seeds):
+    block, loss = learner(seeds, attention)
+    run = fit(block, loss, optimiser=rule, steps=STEPS, record=recorded, dims=DIMS)
+    for position, seed in enumerate(seeds):
+        alone, own_loss = learner((seed,), attention)
+        groups = [{"params": [alone.w], "lr": rule.rate}, {"params": [alone.z], "lr": rule.rates["z"]}]
+        plain = OPTIMISERS[rule.name](groups, weight_decay=rule.weight_decay)
+        for step in range(STEPS + 1):
+            plain.zero_grad()
+            value = own_loss(alone, step)[0]
+            value.backward()
+            state = run.isel(seed=position, step=step)
+            np.testing.assert_allclose(state.loss, value.item(), rtol=1e-12)
+            np.testing.assert_allclose(state.w, alone.w[0].detach(), rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(state.z, alone.z[0].detach(), rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(state.slope, alone.z.grad[0], rtol=1e-10, atol=1e-12)
+            plain.step()
+
+
+def quadratic(model, _step):
+    return sum((p.flatten(1) ** 2).sum(-1) for p in model.parameters()) / 2
+
+
+def test_sgd_is_the_formula():
+    model = Numbers(p=[[1.0, -2.0], [3.0, 0.5]], q=[[[4.0]], [[-1.0]]])
+    rule = Optimiser("sgd", 0.1, {"q": 0.3}, weight_decay=0.5)
+    run = fit(model, quadratic, optimiser=rule, steps=4, record=lambda m, _: {"p": m.p, "q": m.q[:, 0, 0]},
+              dims={"p": ("token",)})  # fmt: skip
+    factor = np.arange(5)
+    np.testing.assert_allclose(run.p.values[1, :, 0], 3.0 * (1 - 0.1 * 1.5) ** factor, rtol=1e-14)
+    np.testing.assert_allclose(run.q.values[0], 4.0 * (1 - 0.3 * 1.5) ** factor, rtol=1e-14)
+    assert run.p.dims == ("seed", "step", "token")
+    assert run.diverged.values.tolist() == [-1, -1]
+
+
+def test_adam_is_the_formula():
+    start, rate, decay = np.array([[1.0, -2.0], [3.0, 0.5]]), 0.1, 0.2
+    run = fit(Numbers(p=start.tolist()), quadratic, optimiser=Optimiser("adam", rate, weight_decay=decay), steps=6,
+              record=lambda m, _: {"p": m.p}, dims={"p": ("token",)})  # fmt: skip
+    p, first, second = start.copy(), np.zeros_like(start), np.zeros_like(start)
+    for step in range(1, 7):
+        slope = (1 + decay) * p
+        first, second = 0.9 * first + 0.1 * slope, 0.999 * second + 0.001 * slope**2
+        p -= rate * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+        np.testing.assert_allclose(run.p.values[:, step], p, rtol=1e-13)
+
+
+@given(at=st.sets(st.integers(0, 12), min_size=1))
+def test_records_at_the_steps_asked_for_alone(at):
+    asked = []
+
+    def record(model, step):
+        asked.append(step)
+        return {"p": model.p[:, 0]}
+
+    run = fit(Numbers(p=[[1.0]]), quadratic, optimiser=Optimiser("sgd", 0.5), steps=12, record=record, at=at)
+    assert asked == sorted(at) == run.step.values.tolist()
+    np.testing.assert_array_equal(run.p.values[0], 0.5 ** np.array(sorted(at)))
+
+
+def explosive(model, _step):
+    return (model.p**4).sum(-1) / 4
+
+
+@pytest.mark.parametrize("rule", [Optimiser("sgd", 0.1), Optimiser("sgd", 0.1, weight_decay=0.1)])
+def test_a_seed_that_diverges_is_frozen_and_the_others_go_on(rule):
+    keep = {"record": lambda m, _: {"p": m.p, "count": torch.arange(len(m.p))}, "dims": {"p": ("token",)}}
+    model = Numbers(p=[[0.5, 1.0], [30.0, 1.0], [1.2, 0.1]])
+    run = fit(model, explosive, optimiser=rule, steps=30, seeds=(4, 5, 6), **keep)
+    step = int(run.diverged.sel(seed=5))
+    assert 0 < step < 30
+    assert run.diverged.sel(seed=[4, 6]).values.tolist() == [-1, -1]
+    lost = run.sel(seed=5)
+    assert np.isfinite(lost.loss.values[:step]).all()
+    assert np.isnan(lost.loss.values[step:]).all()
+    assert np.isnan(lost.p.values[step:]).all()
+    assert lost["count"].values.tolist() == [1] * 31
+    alone = fit(Numbers(p=[[0.5, 1.0], [1.2, 0.1]]), explosive, optimiser=rule, steps=30, seeds=(4, 6), **keep)
+    np.testing.assert_array_equal(run.p.sel(seed=[4, 6]).values, alone.p.values)
+
+
+def test_a_frozen_seed_stays_where_it_was():
+    def loss(model, step):
+        wall = torch.tensor([0.0, torch.inf if step >= 3 else 0.0], dtype=torch.float64)
+        return (model.p**2).sum(-1) / 2 + wall
+
+    rule = Optimiser("adam", 0.1, weight_decay=0.1)
+    model, short = Numbers(p=[[1.0], [1.0]]), Numbers(p=[[1.0], [1.0]])
+    run = fit(model, loss, optimiser=rule, steps=8)
+    fit(short, loss, optimiser=rule, steps=3)
+    assert run.diverged.values.tolist() == [-1, 3]
+    assert model.p[1].item() == short.p[1].item()
+    assert model.p[0].item() < short.p[0].item()
+
+
+def test_reports_each_update_as_progress():
+    told = []
+
+    class Tally(Task):
+        def advance(self, amount=1):
+            told.append(amount)
+
+    class Told(Progress):
+        @contextmanager
+        def task(self, label, total):
+            told.append((label, total))
+            yield Tally()
+
+    fit(Numbers(p=[[1.0]]), quadratic, optimiser=Optimiser(), steps=3, progress=Told(), label="block")
+    assert told == [("block", 3), 1, 1, 1]
+
+
+def test_no_steps_record_the_start():
+    run = fit(Numbers(p=[[2.0]]), quadratic, optimiser=Optimiser(), steps=0, at=schedule.every(5, 0))
+    assert run.loss.values.tolist() == [[2.0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"optimiser": Optimiser(rates={"q": 0.1})}, "rates"),
+        ({"steps": -1}, "steps"),
+        ({"at": [0, 9]}, "at"),
+        ({"at": []}, "at"),
+        ({"seeds": (0,)}, "seeds"),
+        ({"record": lambda m, _: {"p": m.p}}, "dims"),
+        ({"record": lambda m, _: {"p": m.p.mean()}}, "record"),
+        ({"loss": lambda m, _: (m.p**2).sum()}, "loss"),
+        ({"loss": lambda m, _: (m.p**2).sum(0)}, "loss"),
+    ],
+)
+def test_bad_options_are_named(options, names):
+    options = {"loss": quadratic, "optimiser": Optimiser(), "steps": 3, **options}
+    with pytest.raises(InputError, match=f"`{names}`"):
+        fit(Numbers(p=[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), options.pop("loss"), **options)
+
+
+@pytest.mark.parametrize("model", [Numbers(), Numbers(p=1.0), Numbers(p=[1.0, 2.0], q=[1.0])])
+def test_a_model_without_the_seed_axis_is_refused(model):
+    with pytest.raises(InputError, match="`model`"):
+        fit(model, quadratic, optimiser=Optimiser(), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"name": "sdg"}, "optimiser"),
+        ({"rate": float("nan")}, "rate"),
+        ({"rate": -1.0}, "rate"),
+        ({"rates": {"z": float("inf")}}, "rate"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+    ],
+)
+def test_bad_optimisers_are_named(options, names):
+    with pytest.raises(InputError, match=f"`{names}`"):
+        Optimiser(**options)
