@@ -19,6 +19,9 @@ class Task:
     def advance(self, amount: int = 1) -> None:
         """Count `amount` more units as done."""
 
+    def say(self, note: str) -> None:
+        """Show a few words beside the bar, such as the loss."""
+
 
 class Progress:
     """The silent progress, for libraries and tests; `Bars` shows it."""
@@ -53,6 +56,7 @@ class Bars(Progress):
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[rate]} {task.fields[note]}"),
         )
         self.display = RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.open_tasks = 0
@@ -85,13 +89,22 @@ class _Bar(Task):
         self.bars, self.label, self.total = bars, label, total
         self.begun, self.done = time.monotonic(), 0
         self.line: TaskID | None = None
+        self.note = ""
 
     def advance(self, amount: int = 1) -> None:
         self.done += amount
+        elapsed = time.monotonic() - self.begun
+        rate = f"{self.done / elapsed:.3g}/s" if elapsed > self.bars.patience else ""
         if self.line is not None:
-            self.bars.display.update(self.line, completed=self.done)
-        elif time.monotonic() - self.begun > self.bars.patience:
-            self.line = self.bars.add(self.label, total=self.total, completed=self.done)
+            self.bars.display.update(self.line, completed=self.done, rate=rate)
+        elif rate:
+            fields = {"total": self.total, "completed": self.done, "rate": rate, "note": self.note}
+            self.line = self.bars.add(self.label, **fields)
+
+    def say(self, note: str) -> None:
+        self.note = note
+        if self.line is not None:
+            self.bars.display.update(self.line, note=note)
 
     def close(self) -> None:
         if self.line is not None:

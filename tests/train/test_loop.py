@@ -33,7 +33,7 @@ def learner(seeds, attention="softmax"):
 
     def loss(model, step):
         h = model(x)
-        return (h.logsumexp(-1) - h.diagonal(dim1=-2, dim2=-1)).mean(-1) * (1 + 0.1 * step)
+        return (h.logsumexp(-1) - h.diagonal(dim1=-2, dim2=-1)).mean(-1) * (1 + 0.1 * float(step))
 
     return block, loss
 

@@ -1,7 +1,8 @@
 """Samplers that return tokens *and* the latents they came from, so that what a model learns can be set beside them.
 
-`tokens` has classes of sequences over distinct and common tokens; `trees` has the hierarchical latent trees. Randomness
-arrives as a `torch.Generator`. The modules are imported on first use, as they import torch.
+`tokens` has classes of sequences over distinct and common tokens; `trees` has the hierarchical latent trees that are
+sampled, `combinations` the deterministic ones. Randomness arrives as a `torch.Generator`. The modules are imported on
+first use, as they import torch.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from joma.data import tokens, trees
+    from joma.data import combinations, tokens, trees
 
-__all__ = ["tokens", "trees"]
+__all__ = ["combinations", "tokens", "trees"]
 
 
 def __getattr__(name: str) -> Any:

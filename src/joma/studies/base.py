@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -138,17 +139,28 @@ class Preset:
 
 @dataclass(frozen=True)
 class Context:
-    """What a run is given beside its config: seeds, device, and where to report progress."""
+    """What a run is given beside its config: seeds, device, where to report progress and where to keep checkpoints."""
 
     seeds: tuple[int, ...]
     device: str = "cpu"
     progress: Progress = SILENT
+    checkpoints: Path | None = None
 
     def generators(self) -> list[torch.Generator]:
         """Fresh random streams, one for each seed, on the CPU."""
         import torch
 
         return [torch.Generator().manual_seed(seed) for seed in self.seeds]
+
+    def fit(self, model: Any, loss: Callable[[Any, torch.Tensor], torch.Tensor], *, label: str, **options: Any) -> Any:
+        """`joma.train.fit` with this run's seeds and progress; with `save`, checkpoints in a folder of that label."""
+        from joma.train import fit
+
+        folder = None
+        if self.checkpoints is not None and "save" in options:
+            folder = self.checkpoints / re.sub(r"[^a-z0-9.]+", "-", label.lower())
+        fixed = {"seeds": self.seeds, "progress": self.progress, "label": label, "checkpoints": folder}
+        return fit(model.to(self.device), loss, **{**fixed, **options})
 
 
 @dataclass(frozen=True)
@@ -228,7 +240,7 @@ def execute(
         run.begin(preset)
         begun = time.perf_counter()
         with _threads(study.threads):
-            result = study.run(config, Context(tuple(run.seeds), device, progress))
+            result = study.run(config, Context(tuple(run.seeds), device, progress, run.path / "checkpoints"))
         trajectory = run.save(result, device=device, wall_time=time.perf_counter() - begun)
         claims = [claim.judge(trajectory, preset) for claim in study.claims]
         _draw(study, trajectory, run.path)

@@ -18,7 +18,7 @@ from joma.probes.entropy import entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import bounce, flows, growth
-from joma.train.loop import Optimiser, fit
+from joma.train import Optimiser
 
 # The targets that Figure 4 was drawn with: 1 + 3u for ten uniform numbers u, sorted.
 FIGURE_4 = (1.265432, 1.396091, 1.922268, 2.366884, 2.470280, 2.488770, 2.896919, 2.902236, 3.304665, 3.689334)
@@ -132,11 +132,11 @@ def _trained(config: Config, context: Context) -> xr.Dataset:
         block.z[:] = config.v0**2 / 2
     x = torch.eye(count, dtype=torch.float64)
 
-    def loss(model: Block, _: int) -> torch.Tensor:
+    def loss(model: Block, _: torch.Tensor) -> torch.Tensor:
         sent_back = (mu - model.v[..., 0]).detach()
         return -(sent_back * model(x)[..., 0]).sum(dim=-1)
 
-    found = fit(
+    found = context.fit(
         block,
         loss,
         optimiser=Optimiser("sgd", config.rate),
@@ -144,8 +144,6 @@ def _trained(config: Config, context: Context) -> xr.Dataset:
         record=lambda model, _: {"trained": model.v[..., 0], "entropy": entropy(model.z[:, 0].softmax(-1))},
         at=schedule.every(max(1, steps // 160), steps),
         dims={"trained": ("token",)},
-        seeds=context.seeds,
-        progress=context.progress,
         label="sparse-dense",
     )
     times = found.step.values * config.rate

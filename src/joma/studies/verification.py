@@ -62,8 +62,8 @@ def _problem(attention: str, activation: str) -> tuple[flows.BlockFlow, flows.Bl
     rng = np.random.default_rng(0)
     x, query = rng.dirichlet(np.ones(6), size=12), np.arange(12) % 3
     heat = 0.7 if attention == "softmax" else 1.0
-    rates = {"rate_v": 0.8, "rate_z": 1.3, "temperature": heat}
-    flow = flows.block(attention, activation, flows.cross_entropy(np.arange(12) % 4), x, query=query, **rates)
+    gradient = flows.cross_entropy(np.arange(12) % 4)
+    flow = flows.block(attention, activation, gradient, x, query=query, rate_v=0.8, rate_z=1.3, temperature=heat)
     w0, z0 = 0.5 * rng.normal(size=(9, 4)), 0.5 + 0.3 * rng.normal(size=(3, 6))
     return flow, flow.solve(np.linspace(0, 8, 9), w0, z0)
 
@@ -88,7 +88,7 @@ def _trained_ledger() -> float:
     import torch
 
     from joma.models.block import Block
-    from joma.train.loop import Optimiser, fit
+    from joma.train import Optimiser, fit
 
     generators = [torch.Generator().manual_seed(0)]
     x = torch.rand(10, 5, generator=generators[0], dtype=torch.float64)

@@ -18,7 +18,7 @@ from joma.probes.entropy import entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import flows, growth
-from joma.train.loop import Optimiser, fit
+from joma.train import Optimiser
 
 BLOW_UP = np.sqrt(np.pi / 2)  # saliences are scaled to this largest |Δ|, so that the winner blows up at t = 1
 LATE = 1 - 1e-6
@@ -82,7 +82,7 @@ def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, parts: int
     half = whole("steps", config.steps, low=200) // 2
     last = int(float(real("until", config.until, ndim=0, low=0.1, high=0.999)) * half)
     block = Block(tokens=x.shape[-1], hidden=1, generators=context.generators(), attention="exp", scale=0.0)
-    found = fit(
+    found = context.fit(
         block,
         lambda model, _: -(g * model(x)[..., 0]).mean(dim=-1),
         optimiser=Optimiser("sgd", 1 / (parts * half)),
@@ -90,8 +90,6 @@ def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, parts: int
         record=lambda model, _: {"trained": model.v[..., 0], "entropy": entropy(model.z[:, 0].softmax(-1))},
         at=[parts * step for step in schedule.every(max(1, last // 50), last)],
         dims={"trained": ("token",)},
-        seeds=context.seeds,
-        progress=context.progress,
         label=f"winner, {parts * half} steps",
     )
     times = found.step.values / (parts * half)
@@ -107,7 +105,7 @@ def _figure_3(config: Config, context: Context) -> xr.Dataset:
     own = torch.eye(classes, dtype=torch.float64) - 1 / classes  # g at the start: 1 for the class itself less the mean
     salience = torch.einsum("sit,ik->stk", data.frequency, own) / classes
     steps = whole("figure_3_steps", config.figure_3_steps)
-    found = fit(
+    found = context.fit(
         block,
         lambda model, _: torch.nn.functional.cross_entropy(model(data.frequency).mT, label, reduction="none").mean(
             dim=-1
@@ -117,8 +115,6 @@ def _figure_3(config: Config, context: Context) -> xr.Dataset:
         record=lambda model, _: {"figure_3": model.v},
         at=schedule.every(max(1, steps // 50), steps),
         dims={"figure_3": ("word", "hidden")},
-        seeds=context.seeds,
-        progress=context.progress,
         label="winner, Figure 3",
     )
     found["figure_3_salience"] = (("seed", "word", "hidden"), salience.numpy())

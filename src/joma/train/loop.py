@@ -2,63 +2,40 @@
 
 The seeds' losses are added and propagated back at once. No parameter is shared, so each seed's gradient is its own, and
 a seed trains as it would alone.
+
+On CUDA a step is compiled and captured once and then replayed: no Python is left in it. On the CPU the same code runs
+eagerly. With a folder for checkpoints a run that was killed goes on where it was, and on the CPU ends with the same
+bits as one never killed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from joma.arguments import InputError, choice, real, whole
-from joma.progress import SILENT, Progress
+from joma import schedule
+from joma.arguments import InputError, choice, whole
+from joma.files import StorageError
+from joma.progress import SILENT, Progress, Task
+from joma.train.checkpoint import Checkpoints, Generation
+from joma.train.interrupt import interruptible
+from joma.train.optimiser import Optimiser, clip_gradients
 
 Model = TypeVar("Model", bound=nn.Module)
+Record = Callable[[Model, int], Mapping[str, Tensor]]
 
-OPTIMISERS: dict[str, type[torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 NEVER = -1  # the step at which a seed that stayed finite diverged
-
-
-@dataclass(frozen=True)
-class Optimiser:
-    """A rule of `OPTIMISERS` with its rates: `Optimiser("sgd", 0.1, rates={"z": 0.3})` trains `z` thrice as fast.
-
-    Attributes:
-        name: sgd (no momentum, one step is Δt = 1 of gradient flow with η = rate) or adam.
-        rate: learning rate of every parameter that `rates` does not name.
-        rates: learning rates by parameter name.
-        weight_decay: added to the gradient as weight_decay · parameter, in both rules.
-    """
-
-    name: str = "sgd"
-    rate: float = 0.1
-    rates: Mapping[str, float] = field(default_factory=dict)
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        choice("optimiser", self.name, OPTIMISERS)
-        for rate in (self.rate, *self.rates.values()):
-            real("rate", rate, ndim=0, low=0.0)
-        real("weight_decay", self.weight_decay, ndim=0, low=0.0)
-
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the torch optimiser of `model`'s parameters.
-
-        >>> model = nn.Linear(2, 1)
-        >>> [group["lr"] for group in Optimiser("adam", 0.1, rates={"bias": 0.3}).build(model).param_groups]
-        [0.1, 0.3]
-        """
-        parameters = dict(model.named_parameters())
-        for name in self.rates:
-            choice("rates", name, parameters)
-        groups = [{"params": [own], "lr": self.rates.get(name, self.rate)} for name, own in parameters.items()]
-        return OPTIMISERS[self.name](groups, weight_decay=self.weight_decay)  # pyright: ignore[reportCallIssue]
+HEARTBEAT = 0.5  # seconds between two looks at the loss for the progress bar
+PRECISIONS = {"highest": "highest", "high": "high", "medium": "medium"}  # float32, TF32 and bfloat16 products
 
 
 def _nothing(model: nn.Module, step: int) -> dict[str, Tensor]:  # noqa: ARG001  (the signature of `record`)
@@ -67,14 +44,17 @@ def _nothing(model: nn.Module, step: int) -> dict[str, Tensor]:  # noqa: ARG001 
 
 def fit(
     model: Model,
-    loss: Callable[[Model, int], Tensor],
+    loss: Callable[[Model, Tensor], Tensor],
     *,
     optimiser: Optimiser,
     steps: int,
-    record: Callable[[Model, int], Mapping[str, Tensor]] = _nothing,
+    record: Record = _nothing,
     at: Iterable[int] | None = None,
     dims: Mapping[str, Sequence[str]] | None = None,
     seeds: Sequence[int] | None = None,
+    checkpoints: Path | None = None,
+    save: Iterable[int] | None = None,
+    precision: str = "highest",
     progress: Progress = SILENT,
     label: str = "training",
 ) -> xr.Dataset:
@@ -90,13 +70,17 @@ def fit(
 
     Args:
         model: the seed is the leading axis of each of its parameters.
-        loss: from the model and the step to each seed's loss, [seed].
-        optimiser: rule and rates.
+        loss: from the model and the step, a tensor without axes on the model's device, to each seed's loss, [seed]. On
+            CUDA it is captured: whatever changes from step to step must come from the step's tensor.
+        optimiser: rule, rates and clipping.
         steps: number of updates.
         record: from the model and the step to named tensors [seed, ...].
         at: the steps at which to record, e.g. of `joma.schedule`; every step if not given.
         dims: names of the axes after `seed` of what `record` returns, by variable.
         seeds: labels of the seed axis, 0, 1, … if not given.
+        checkpoints: a folder of its own; with one, the run is saved, and goes on from what is there.
+        save: the steps at which to save; ten of them if not given.
+        precision: of float32 matrix products: highest, high (TF32 on CUDA) or medium (bfloat16 there).
         progress, label: where to report progress, and under which words.
 
     Returns:
@@ -112,23 +96,182 @@ def fit(
     """
     steps = whole("steps", steps, low=0)
     moments = _moments(range(steps + 1) if at is None else at, steps)
-    diverged = np.full(_seeds(model), NEVER)
-    rule, recorded = optimiser.build(model), {}
-    with progress.task(label, total=steps) as work:
-        for step in range(steps + 1):
-            rule.zero_grad()
-            losses = loss(model, step)
-            if losses.shape != diverged.shape:
-                expected, got = f"one value for each of {len(diverged)} seeds", f"shape {tuple(losses.shape)}"
-                raise InputError("loss", expected, got, "average over all axes but the seed's")
-            losses.sum().backward()
-            lost = _watch(losses, diverged, step)
-            if step in moments:
-                _keep(recorded, {"loss": losses, **record(model, step)}, lost)
-            if step < steps:
-                _update(rule, lost)
-                work.advance()
-    return _dataset(recorded, diverged, sorted(moments), dims or {}, seeds)
+    saves = frozenset(schedule.every(max(1, steps // 10), steps) if save is None else save)
+    training = _Training(model, loss, optimiser, record)
+    _labels(seeds, training.diverged)
+    store = None if checkpoints is None else Checkpoints(checkpoints)
+    start, finished = training.resume(store, steps)
+    if not finished:
+        with _products(precision), interruptible() as stop, progress.task(label, total=steps) as work:
+            if start:
+                work.advance(start)
+            for step in range(start, steps + 1):
+                if store is not None and step > start and (step in saves or stop) and step < steps:
+                    store.save(step, training.state())
+                if stop:
+                    raise KeyboardInterrupt
+                training.step(step, record=step in moments, update=step < steps)
+                if step < steps:
+                    training.tell(work)
+        if store is not None:
+            store.save(steps, training.state(final=True), keep=1)
+    return _dataset(training.recorded, training.steps_lost(), sorted(moments), dims or {}, seeds)
+
+
+class _Training(Generic[Model]):
+    """A model in training: its rule, what was recorded so far, and the seeds that were lost."""
+
+    def __init__(
+        self, model: Model, loss: Callable[[Model, Tensor], Tensor], optimiser: Optimiser, record: Record
+    ) -> None:
+        self.model, self.loss, self.optimiser, self.record = model, loss, optimiser, record
+        self.seeds = _seeds(model)
+        self.rule = optimiser.build(model)
+        device = next(model.parameters()).device
+        self.now = torch.zeros((), dtype=torch.long, device=device)
+        self.diverged = torch.full((self.seeds,), NEVER, dtype=torch.long, device=device)
+        self.losses = torch.zeros(self.seeds, device=device)
+        self.recorded: dict[str, list[Tensor]] = {}
+        self.on_cuda = device.type == "cuda"
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.seen = time.monotonic()
+
+    def step(self, step: int, *, record: bool, update: bool) -> None:
+        """One step: eager where something is recorded and on the CPU, otherwise a replay of the captured one."""
+        if self.on_cuda and not record and update:
+            if self.graph is None:
+                self.now.fill_(step)
+                self._capture()
+            assert self.graph is not None
+            self.graph.replay()
+            return
+        self.now.fill_(step)
+        self._backward(self.loss)
+        lost = self._lost()
+        if record:
+            _keep(self.recorded, {"loss": self.losses, **self.record(self.model, step)}, lost)
+        if update:
+            self._update(lost)
+        self.now.fill_(step + 1)
+
+    def _backward(self, loss: Callable[[Model, Tensor], Tensor]) -> None:
+        self.rule.zero_grad()
+        losses = loss(self.model, self.now)
+        if losses.shape != (self.seeds,):
+            expected, got = f"one value for each of {self.seeds} seeds", f"shape {tuple(losses.shape)}"
+            raise InputError("loss", expected, got, "average over all axes but the seed's")
+        losses.sum().backward()
+        self.losses = losses.detach()
+        fresh = ~self.losses.isfinite() & (self.diverged == NEVER)
+        self.diverged.copy_(torch.where(fresh, self.now, self.diverged))
+
+    def _lost(self) -> Bool[Tensor, " seed"] | None:
+        lost = self.diverged != NEVER
+        return lost if bool(lost.any()) else None
+
+    def _update(self, lost: Bool[Tensor, " seed"] | None) -> None:
+        """Apply the rule, not to lost seeds: momenta and decay would move them even without a gradient."""
+        parameters = [parameter for group in self.rule.param_groups for parameter in group["params"]]
+        if self.optimiser.clip is not None:
+            clip_gradients(parameters, self.optimiser.clip)
+        if lost is None:
+            self.rule.step()
+            return
+        before = [parameter.detach()[lost].clone() for parameter in parameters]
+        self.rule.step()
+        with torch.no_grad():
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter[lost] = old
+
+    def _capture(self) -> None:
+        """Compile the loss and capture a whole step; the trial steps that this takes are undone.
+
+        A lost seed is not held back inside the graph: its numbers are NaN from then on, and reach no other seed.
+        """
+        loss = torch.compile(self.loss)
+        kept = {name: tensor.clone() for name, tensor in self._tensors().items()}
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                self._captured_step(loss)
+        torch.cuda.current_stream().wait_stream(aside)
+        self.rule.zero_grad()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._captured_step(loss)
+        with torch.no_grad():
+            for name, tensor in self._tensors().items():
+                tensor.copy_(kept[name]) if name in kept else tensor.zero_()
+
+    def _captured_step(self, loss: Callable[[Model, Tensor], Tensor]) -> None:
+        self._backward(loss)
+        self._update(None)
+        self.now.add_(1)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that a step changes: parameters, the rule's state, the step and the seeds lost, by name."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            tensors[f"model/{name}"] = parameter.detach()
+            state = self.rule.state.get(parameter, {})
+            tensors |= {f"rule/{name}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+        return tensors | {"now": self.now, "diverged": self.diverged}
+
+    def state(self, *, final: bool = False) -> dict[str, Tensor]:
+        """What a checkpoint holds; a finished run needs no optimiser any more."""
+        tensors = {name: own for name, own in self._tensors().items() if not (final and name.startswith("rule/"))}
+        recorded = {f"recorded/{name}": torch.stack(values) for name, values in self.recorded.items()}
+        return tensors | recorded | {"finished": torch.tensor(final)}
+
+    def resume(self, store: Checkpoints | None, steps: int) -> tuple[int, bool]:
+        """Take up the newest whole checkpoint; return the step to go on with, and whether all is done already."""
+        found = None if store is None else store.load()
+        if found is None or store is None:
+            return 0, False
+        self._check(found, store, steps)
+        named = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in found.tensors.items():
+                kind, _, rest = name.partition("/")
+                if kind == "model":
+                    named[rest].copy_(tensor)
+                elif kind == "rule":
+                    parameter, key = rest.rsplit("/", 1)
+                    place = named[parameter].device if key != "step" or self.on_cuda else "cpu"
+                    self.rule.state[named[parameter]][key] = tensor.to(place)
+                elif kind == "recorded":
+                    self.recorded[rest] = list(tensor)
+            self.diverged.copy_(found.tensors["diverged"])
+        return found.step, bool(found.tensors["finished"])
+
+    def _check(self, found: Generation, store: Checkpoints, steps: int) -> None:
+        shapes = {f"model/{name}": own.shape for name, own in self.model.named_parameters()}
+        there = {name: own.shape for name, own in found.tensors.items() if name.startswith("model/")}
+        if there != shapes or found.step > steps:
+            remedy = "choose another folder, or delete that one to begin anew"
+            raise StorageError(f"{store.folder} holds checkpoints of another model or a longer run; {remedy}.")
+
+    def tell(self, work: Task) -> None:
+        """Count a step as done and, now and then, say what the loss is."""
+        work.advance()
+        if time.monotonic() - self.seen > HEARTBEAT:
+            self.seen = time.monotonic()
+            work.say(f"loss {float(self.losses.nanmean()):.4g}")
+
+    def steps_lost(self) -> Int[np.ndarray, " seed"]:
+        """The step at which each seed was lost, −1 for those that were not."""
+        return self.diverged.cpu().numpy()
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(choice("precision", precision, PRECISIONS))
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _moments(at: Iterable[int], steps: int) -> frozenset[int]:
@@ -147,41 +290,22 @@ def _seeds(model: nn.Module) -> int:
     return next(iter(shapes.values()))[0]
 
 
-def _watch(
-    losses: Float[Tensor, " seed"], diverged: Int[np.ndarray, " seed"], step: int
-) -> Bool[np.ndarray, " seed"] | None:
-    """Note in `diverged` which seeds have just turned non-finite; return which ever have, or None if none has."""
-    fresh = ~np.isfinite(losses.detach().cpu().numpy()) & (diverged == NEVER)
-    if fresh.any():
-        diverged[fresh] = step
-    lost = diverged != NEVER
-    return lost if lost.any() else None
+def _labels(seeds: Sequence[int] | None, diverged: Tensor) -> Sequence[int]:
+    labels = range(len(diverged)) if seeds is None else seeds
+    if len(labels) != len(diverged):
+        raise InputError("seeds", f"{len(diverged)} labels", len(labels), "give one for each seed of the model")
+    return labels
 
 
-def _update(rule: torch.optim.Optimizer, lost: Bool[np.ndarray, " seed"] | None) -> None:
-    """One step of the rule, not for lost seeds: momenta and decay would move them even without a gradient."""
-    if lost is None:
-        rule.step()
-        return
-    parameters = [parameter for group in rule.param_groups for parameter in group["params"]]
-    before = [parameter.detach()[lost].clone() for parameter in parameters]
-    rule.step()
-    with torch.no_grad():
-        for parameter, old in zip(parameters, before, strict=True):
-            parameter[lost] = old
-
-
-def _keep(
-    recorded: dict[str, list[Tensor]], values: Mapping[str, Tensor], lost: Bool[np.ndarray, " seed"] | None
-) -> None:
+def _keep(recorded: dict[str, list[Tensor]], values: Mapping[str, Tensor], lost: Bool[Tensor, " seed"] | None) -> None:
     seeds = values["loss"].shape
     for name, value in values.items():
         if value.shape[:1] != seeds:
             got = f"{name} of shape {tuple(value.shape)} for {len(values['loss'])} seeds"
             raise InputError("record", "tensors with the seed as leading axis", got, "keep that axis")
-        kept = value.detach().clone()
+        kept = value.detach().to("cpu", copy=True)
         if lost is not None and value.is_floating_point():
-            kept[lost] = torch.nan
+            kept[lost.cpu()] = torch.nan
         recorded.setdefault(name, []).append(kept)
 
 
@@ -192,17 +316,15 @@ def _dataset(
     dims: Mapping[str, Sequence[str]],
     seeds: Sequence[int] | None,
 ) -> xr.Dataset:
-    labels = range(len(diverged)) if seeds is None else seeds
-    if len(labels) != len(diverged):
-        raise InputError("seeds", f"{len(diverged)} labels", len(labels), "give one for each seed of the model")
     variables = {}
     for name, values in recorded.items():
-        array = torch.stack(values, dim=1).cpu().numpy()
+        array = torch.stack(values, dim=1).numpy()
         further = tuple(dims.get(name, ()))
         if len(further) != array.ndim - 2:
             got = f"{further} for the shape {array.shape[2:]} of {name!r}"
             raise InputError("dims", "one name for each axis after the seed's", got, "name them in `dims`")
         variables[name] = (("seed", "step", *further), array)
     variables["diverged"] = (("seed",), diverged)
+    labels = range(len(diverged)) if seeds is None else seeds
     coords = {"seed": np.asarray(labels), "step": np.asarray(steps)}
     return xr.Dataset(variables, coords=coords)

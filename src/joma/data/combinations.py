@@ -1,0 +1,264 @@
+"""The deterministic combination tree of JoMA's Table 1: classes combine latents, latents combine tokens.
+
+A tree has exactly one sequence a class, so a minibatch is a vector of counts over the classes: `minibatch_counts` draws
+them. Without positions and under a causal mask all leading pads are alike, so `Combinations.collapsed` merges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from math import comb
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from joma.arguments import InputError, whole
+from joma.data.tokens import _each
+
+CHUNK = 2**22  # labels drawn at once, 32 MiB
+
+
+@dataclass(frozen=True, eq=False)
+class Collapsed:
+    """Sequences whose leading pads are merged.
+
+    Attributes:
+        sequence: right-aligned, so that the last position is the last token.
+        multiplicity: how many positions of the whole sequence each position stands for; 0 where there is none.
+    """
+
+    sequence: Int[Tensor, "seed label position"]
+    multiplicity: Int[Tensor, "seed label position"]
+
+
+@dataclass(frozen=True, eq=False)
+class Combinations:
+    """One tree for each seed: the sequence of every class, and the latents behind it.
+
+    Attributes:
+        sequence: the tokens of each class in ascending order, after as many pads as fill its length.
+        token: whether each token other than the pad is reached from each class.
+        reached: for each layer of latents from the lowest up, whether each latent is reached from each class.
+        members: for each layer of latents from the lowest up, and last for the classes, whether each member of the
+            layer below is one of the combination; below the lowest layer are the tokens other than the pad.
+        padding: the pad, the last token of the vocabulary.
+    """
+
+    sequence: Int[Tensor, "seed label position"]
+    token: Bool[Tensor, "seed label token"]
+    reached: tuple[Bool[Tensor, "seed label _"], ...]
+    members: tuple[Bool[Tensor, "seed _ _"], ...]
+    padding: int
+
+    @property
+    def twins(self) -> Bool[Tensor, "seed label"]:
+        """Whether each class shares its sequence with another class."""
+        return _alike(self.token).sum(dim=-1) > 1
+
+    @property
+    def accuracy_cap(self) -> Float[Tensor, " seed"]:
+        """The best accuracy that a function of the sequence can have when classes are uniform: distinct sequences / C.
+
+        >>> tree = CombinationTree(classes=20, children=2, latents=(10, 20))
+        >>> drawn = tree.draw([torch.Generator().manual_seed(seed) for seed in (0, 2)])
+        >>> drawn.twins.sum(dim=-1), drawn.accuracy_cap
+        (tensor([2, 0]), tensor([0.9500, 1.0000], dtype=torch.float64))
+        """
+        repeats = _alike(self.token).tril(-1).any(dim=-1)  # an earlier class has the same sequence
+        return 1 - repeats.double().mean(dim=-1)
+
+    def collapsed(self, *, fill: bool = False) -> Collapsed:
+        """Merge the leading pads of every sequence, which a causal model without positions cannot tell apart.
+
+        With n tokens in a sequence of length L, and W one more than the largest n (at most L): position W−n−1 is a
+        pad that stands for L−n pads, and the positions before it do not exist (multiplicity 0). With `fill` the pads
+        are shared out instead: every position exists, the first stands for L−W+1 pads and each other for one. Either
+        is the same as the whole sequence wherever attention weighs key j by its multiplicity,
+
+            a_ij = m_j exp(s_ij) / Σ_{l≤i} m_l exp(s_il)
+
+        but without `fill` the rows of positions that do not exist are 0/0: leave them out.
+
+        >>> tree = CombinationTree(classes=2, children=2, latents=(3,), vocabulary=6, length=9)
+        >>> drawn = tree.draw([torch.Generator().manual_seed(6)])
+        >>> drawn.sequence
+        tensor([[[5, 5, 5, 5, 5, 5, 0, 1, 4],
+                 [5, 5, 5, 5, 5, 0, 1, 3, 4]]])
+        >>> drawn.collapsed().sequence
+        tensor([[[5, 5, 0, 1, 4],
+                 [5, 0, 1, 3, 4]]])
+        >>> drawn.collapsed().multiplicity
+        tensor([[[0, 6, 1, 1, 1],
+                 [5, 1, 1, 1, 1]]])
+        >>> drawn.collapsed(fill=True).multiplicity
+        tensor([[[5, 1, 1, 1, 1],
+                 [5, 1, 1, 1, 1]]])
+        """
+        length, sizes = self.sequence.shape[-1], self.token.sum(dim=-1, keepdim=True)
+        width = min(length, 1 + int(sizes.max()))
+        sequence = self.sequence[..., length - width :].contiguous()
+        multiplicity = torch.ones_like(sequence)
+        if fill:
+            multiplicity[..., 0] += length - width
+        else:
+            position, pad = torch.arange(width, device=sizes.device), width - sizes - 1
+            multiplicity = torch.where(position == pad, length - sizes, (position > pad).long())
+        return Collapsed(sequence, multiplicity)
+
+
+@dataclass(frozen=True)
+class CombinationTree:
+    """The law of a combination tree.
+
+    Every latent of the lowest layer is a combination of `children` tokens out of 0..M−2, every latent of the layer
+    above one of `children` latents of the layer below, and so on up to the classes. The combinations of a layer are
+    distinct, and all ways to choose them are equally likely. Token M−1 is the pad.
+
+    Attributes:
+        classes: C, how many classes.
+        children: N_ch, how many members a combination has.
+        latents: how many latents each layer has, from the lowest up: the (N_0, N_1) of Table 1.
+        vocabulary: M, how many tokens, the pad included.
+        length: L, of the padded sequences.
+
+    >>> drawn = CombinationTree(classes=30, children=3).draw([torch.Generator().manual_seed(s) for s in range(5)])
+    >>> drawn.sequence.shape, [tuple(table.shape) for table in drawn.reached]
+    (torch.Size([5, 30, 30]), [(5, 30, 10), (5, 30, 20)])
+    """
+
+    classes: int = 20
+    children: int = 2
+    latents: Sequence[int] = (10, 20)
+    vocabulary: int = 100
+    length: int = 30
+
+    def __post_init__(self) -> None:
+        checked = {
+            "classes": whole("classes", self.classes),
+            "children": whole("children", self.children),
+            "latents": tuple(whole(f"latents[{layer}]", number) for layer, number in enumerate(self.latents)),
+            "vocabulary": whole("vocabulary", self.vocabulary, low=2),
+            "length": whole("length", self.length),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        below = self.vocabulary - 1
+        names = [f"latents[{layer}]" for layer in range(len(self.latents))] + ["classes"]
+        for name, number in zip(names, (*self.latents, self.classes), strict=True):
+            _check_combinations(name, number, below, self.children)
+            below = number
+
+    def draw(self, generators: Sequence[torch.Generator], *, twins: bool = True, tries: int = 1000) -> Combinations:
+        """Draw one tree for each seed; a seed's tree does not depend on the seeds beside it.
+
+        Args:
+            generators: one for each seed.
+            twins: whether two classes may share a sequence, and so cap the accuracy below one. If not, a seed's tree
+                is drawn anew until all its sequences differ: all trees without twins are equally likely.
+            tries: how many trees to draw for a seed at most when `twins` is false.
+
+        Returns:
+            `Combinations`.
+
+        >>> streams = [torch.Generator().manual_seed(seed) for seed in range(3)]
+        >>> CombinationTree(classes=30, children=3).draw(streams, twins=False).accuracy_cap.tolist()
+        [1.0, 1.0, 1.0]
+        """
+        tries = whole("tries", tries)
+        trees = [self._draw(seed, generator, twins, tries) for seed, generator in enumerate(_each(generators))]
+        members = tuple(torch.stack(layer) for layer in zip(*trees, strict=True))
+        token, *reached = _reach(members)
+        longest = int(token.sum(dim=-1).max())
+        if longest > self.length:
+            remedy = f"lengthen the sequences, or give fewer `children` than {self.children}"
+            raise InputError("length", f"at least {longest}, the tokens of the longest sequence", self.length, remedy)
+        padding = self.vocabulary - 1
+        return Combinations(_sequences(token, self.length, padding), token, tuple(reached), members, padding)
+
+    def _draw(self, seed: int, generator: torch.Generator, twins: bool, tries: int) -> list[Bool[Tensor, "_ _"]]:
+        for _ in range(1 if twins else tries):
+            sizes = (self.vocabulary - 1, *self.latents, self.classes)
+            members = [_distinct(number, below, self.children, generator) for below, number in pairwise(sizes)]
+            if twins or not _alike(_reach(members)[0]).tril(-1).any():
+                return members
+        expected = f"met by one of {tries} trees for seed number {seed}"
+        remedy = "raise `tries`, give more `latents` or fewer `classes`, or allow twins"
+        raise InputError("twins=False", expected, "two classes with one sequence in every one", remedy)
+
+
+def minibatch_counts(
+    classes: int, *, batch: int, steps: int, generators: Sequence[torch.Generator]
+) -> Int[Tensor, "step seed label"]:
+    """Return how often each class occurs in each minibatch of B samples whose classes are uniform and independent.
+
+        n_t ~ Multinomial(B; 1/C, …, 1/C),    (1/B) Σ_{samples} loss = Σ_c (n_tc/B) loss_c
+
+    The second equation is exact where a class has one sequence and the loss of a sample does not depend on the others
+    of its batch (no batch norm, no dropout). Counts drawn for some steps and then, from the same generators, for some
+    more, are those drawn at once for all of them, on the CPU.
+
+    Args:
+        classes: C, how many classes.
+        batch: B, how many samples there are in a minibatch.
+        steps: how many minibatches.
+        generators: one for each seed; each draws B × steps labels, a minibatch after the other.
+
+    Returns:
+        Counts [step, seed, label] whose sum over labels is B.
+
+    >>> minibatch_counts(4, batch=128, steps=2, generators=[torch.Generator().manual_seed(0)])[:, 0]
+    tensor([[35, 30, 23, 40],
+            [34, 28, 35, 31]])
+    """
+    classes, batch, steps = whole("classes", classes), whole("batch", batch), whole("steps", steps)
+    return torch.stack([_counts(classes, batch, steps, generator) for generator in _each(generators)], dim=1)
+
+
+def _counts(classes: int, batch: int, steps: int, generator: torch.Generator) -> Int[Tensor, "step label"]:
+    counts = torch.zeros(steps, classes, dtype=torch.int64, device=generator.device)
+    for some in counts.split(max(1, CHUNK // batch)):
+        label = torch.randint(classes, (len(some), batch), generator=generator, device=generator.device)
+        some.scatter_add_(1, label, torch.ones_like(label))
+    return counts
+
+
+def _check_combinations(name: str, number: int, below: int, children: int) -> None:
+    if number > (most := comb(below, children)):
+        expected = f"at most {most}, the distinct combinations of {children} out of the {below} below"
+        raise InputError(name, expected, number, "ask for fewer, enlarge the layer below, or change `children`")
+
+
+def _distinct(number: int, below: int, children: int, generator: torch.Generator) -> Bool[Tensor, "number below"]:
+    """Draw distinct combinations one after the other: whatever has come before is passed over."""
+    found: dict[tuple[int, ...], None] = {}
+    while len(found) < number:
+        order = torch.rand((number, below), generator=generator, device=generator.device, dtype=torch.float64).argsort()
+        found |= dict.fromkeys(map(tuple, order[:, :children].sort().values.tolist()))
+    chosen = torch.tensor(list(islice(found, number)), device=generator.device)
+    return torch.zeros(number, below, dtype=torch.bool, device=generator.device).scatter_(1, chosen, True)
+
+
+def _reach(members: Sequence[Bool[Tensor, "*seed _ _"]]) -> list[Bool[Tensor, "*seed label _"]]:
+    """Return what is reached from each class: the tokens, then each layer of latents from the lowest up."""
+    reached = [members[-1]]
+    for table in reversed(members[:-1]):
+        reached.append((reached[-1].float() @ table.float()) > 0)
+    return reached[::-1]
+
+
+def _sequences(token: Bool[Tensor, "seed label token"], length: int, padding: int) -> Int[Tensor, "seed label length"]:
+    index = torch.arange(token.shape[-1], device=token.device)
+    ordered = torch.where(token, index, -1).sort(dim=-1).values
+    ordered = functional.pad(ordered, (length, 0), value=-1)[..., -length:]
+    return ordered.masked_fill(ordered < 0, padding)
+
+
+def _alike(token: Bool[Tensor, "*seed label token"]) -> Bool[Tensor, "*seed label label"]:
+    """Whether two classes hold the same tokens: as many each as they share."""
+    own = token.float()
+    shared, size = own @ own.mT, own.sum(dim=-1)
+    return (shared == size[..., None]) & (shared == size[..., None, :])

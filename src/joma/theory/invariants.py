@@ -1,0 +1,443 @@
+"""Theorem 1: what the block's attention logits z and lower weights v keep constant while they are trained.
+
+With v[token, hidden] the context rows of the lower layer, z[query, token] the logits, η_v and η_z their rates and
+κ = η_z/η_v, gradient flow keeps constant, for each contextual token,
+
+    linear:   Σ_m z_m²/η_z − Σ_k v_k²/η_v
+    exp:      Σ_m z_m/η_z − Σ_k v_k²/(2η_v)
+
+whatever the data, loss, activation, width and hidden biases. Softmax attention keeps Σ_l z_ml for each query m, and
+Z = Σ_m z_m obeys a law with a remainder, the `Ledger`:
+
+    Z(t) − Z(0) = (κ/2T) [Σ_k v_k² − b_ref Σ_k ‖v_k‖²]₀ᵗ − drift(t) − gap(t) − step(t)
+
+Only the sum over queries is fixed by the weights. A single z_m is not predicted, unless there is one query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+
+from joma.arguments import InputError, broadcast, choice, probabilities, real
+
+Weights = Float[np.ndarray, "*lead token hidden"]
+Tokens = Float[np.ndarray, "*lead token"]
+Reference = Float[np.ndarray, "*reference token"]
+Increments = Float[np.ndarray, "step *rest"]
+Sums = Float[np.ndarray, "step+1 *rest"]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention: b(z, x), the transposed Jacobian that carries a gradient y = ∂/∂b back to z, and its law.
+
+    The law is d/dt Σ_m z_m^power = (power/2)(κ/T) d/dt Σ_k v_k², less softmax's normalisation where `normalised`.
+    """
+
+    name: str
+    power: int
+    normalised: bool
+    weigh: Callable[[np.ndarray, np.ndarray, float], np.ndarray]
+    carry_back: Callable[[np.ndarray, np.ndarray, np.ndarray, float], np.ndarray]
+
+
+def _linear(z: Tokens, x: Tokens, _temperature: float) -> Tokens:
+    return x * z
+
+
+def _linear_back(y: Tokens, _b: Tokens, x: Tokens, _temperature: float) -> Tokens:
+    return x * y
+
+
+def _exp(z: Tokens, x: Tokens, _temperature: float) -> Tokens:
+    return x * np.exp(z)
+
+
+def _exp_back(y: Tokens, b: Tokens, _x: Tokens, _temperature: float) -> Tokens:
+    return b * y
+
+
+def _softmax(z: Tokens, x: Tokens, temperature: float) -> Tokens:
+    score = np.where(x > 0, z / temperature, -np.inf)  # the largest score of a token that occurs
+    b = x * np.exp(score - score.max(axis=-1, keepdims=True))
+    return b / b.sum(axis=-1, keepdims=True)
+
+
+def _softmax_back(y: Tokens, b: Tokens, _x: Tokens, temperature: float) -> Tokens:
+    return b * (y - (b * y).sum(axis=-1, keepdims=True)) / temperature
+
+
+ATTENTIONS: dict[str, Attention] = {
+    "linear": Attention("linear", 2, False, _linear, _linear_back),
+    "exp": Attention("exp", 1, False, _exp, _exp_back),
+    "softmax": Attention("softmax", 1, True, _softmax, _softmax_back),
+}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What softmax's prediction leaves out, cumulative: Z(t) = predict(...) − drift − gap − step.
+
+    `drift`: E[b] moved away from the reference. `gap`: b and the gradient are not independent. `step`: SGD's steps
+    are finite (zero along the flow).
+    """
+
+    drift: Tokens
+    gap: Tokens
+    step: Tokens
+
+    @property
+    def total(self) -> np.ndarray:
+        """Return drift + gap + step."""
+        return self.drift + self.gap + self.step
+
+
+def predict(
+    attention: str,
+    v: ArrayLike,
+    v0: ArrayLike,
+    z0: ArrayLike,
+    *,
+    kappa: float = 1.0,
+    temperature: float = 1.0,
+    b_ref: ArrayLike | None = None,
+) -> np.ndarray:
+    """Predict the attention logits, summed over queries, from the lower weights alone (Theorem 1).
+
+        linear:   Σ_m z_m² = Σ_m z0_m² + κ [Σ_k v_k² − Σ_k v0_k²]                                    exact
+        exp:      Σ_m z_m  = Σ_m z0_m + (κ/2) [Σ_k v_k² − Σ_k v0_k²]                                 exact
+        softmax:  Σ_m z_m  ≈ Σ_m z0_m + (κ/2T) [Σ_k (v_k² − v0_k²) − b_ref Σ_k (‖v_k‖² − ‖v0_k‖²)]
+
+    Softmax's is exact once a `Ledger` is subtracted.
+
+    Args:
+        attention: a name of `ATTENTIONS`.
+        v: weights now, [..., token, hidden], context rows only.
+        v0: weights at the start, of the same last two axes.
+        z0: logits at the start, [..., query, token].
+        kappa: η_z/η_v, the ratio of the two rates.
+        temperature: T of softmax; the others have none.
+        b_ref: softmax's fixed reference [..., token], summing to 1: see `reference`. The others need none.
+
+    Returns:
+        Σ_m z_m², or Σ_m z_m, of shape [..., token]; leading axes broadcast.
+
+    >>> predict("exp", v=[[1.0, 2.0], [0.0, 1.0]], v0=[[0.0, 0.0], [0.0, 0.0]], z0=[[0.1, 0.2]])
+    array([2.6, 0.7])
+    """
+    kind = choice("attention", attention, ATTENTIONS)
+    weights, start, logits = _weights("v", v), _weights("v0", v0), _logits("z0", z0)
+    if weights.shape[-2:] != start.shape[-2:]:
+        raise InputError("v0", f"of [token, hidden] {weights.shape[-2:]}", start.shape[-2:], "give the start of `v`")
+    _same_tokens("z0", logits, weights)
+    kappa = scalar("kappa", kappa)
+    total = (logits**kind.power).sum(axis=-2)
+    growth = (weights**2).sum(axis=-1) - (start**2).sum(axis=-1)
+    if kind.normalised:
+        fixed = _reference("b_ref", b_ref, weights)
+        growth = growth - fixed * growth.sum(axis=-1, keepdims=True)
+        kappa = kappa / scalar("temperature", temperature, above=True)
+    broadcast(z0=total, v=growth)
+    return total + 0.5 * kind.power * kappa * growth
+
+
+def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_v: float = 1.0, rate_z: float = 1.0) -> np.ndarray:
+    """Return the quantity that the flow keeps constant (Theorem 1), for any number of queries and unequal rates.
+
+        linear:   Σ_m z_m²/η_z − Σ_k v_k²/η_v        for each token
+        exp:      Σ_m z_m/η_z − Σ_k v_k²/(2η_v)      for each token
+        softmax:  Σ_l z_ml                           for each query
+
+    Args:
+        attention: a name of `ATTENTIONS`.
+        v: weights, [..., token, hidden], context rows only.
+        z: logits, [..., query, token].
+        rate_v: η_v, the rate of the weights.
+        rate_z: η_z, the rate of the logits.
+
+    Returns:
+        An array [..., token], or [..., query] for softmax; leading axes broadcast.
+
+    >>> conserved("linear", v=[[1.0, 2.0]], z=[[3.0], [1.0]], rate_z=2.0)
+    array([0.])
+    """
+    kind = choice("attention", attention, ATTENTIONS)
+    weights, logits = _weights("v", v), _logits("z", z)
+    _same_tokens("z", logits, weights)
+    rate_v, rate_z = scalar("rate_v", rate_v, above=True), scalar("rate_z", rate_z, above=True)
+    if kind.normalised:
+        return logits.sum(axis=-1)
+    total, squares = (logits**kind.power).sum(axis=-2), (weights**2).sum(axis=-1)
+    broadcast(z=total, v=squares)
+    return total / rate_z - 0.5 * kind.power * squares / rate_v
+
+
+def ledger(
+    v: ArrayLike,
+    b_bar: ArrayLike,
+    pull: ArrayLike,
+    *,
+    rate_v: float,
+    rate_z: float,
+    temperature: float,
+    b_ref: ArrayLike,
+) -> Ledger:
+    """Account for softmax's prediction along plain SGD of any step size, exactly (Theorem 1).
+
+        drift = (κ/T) Σ_s (b̄ − b_ref) Σ_k ⟨v_k, Δv_k⟩
+        gap   = (η_z/T) Σ_s (pull − b̄ Σ_k ⟨v_k, Δv_k⟩/η_v)
+        step  = (κ/2T) Σ_s [Σ_k Δv_k² − b_ref Σ_k ‖Δv_k‖²]
+
+    `predict(...) − drift − gap − step` is Σ_m z_m to rounding, because Δv_k = η_v E[g_k h'_k b] in one step. What a
+    step records must be of the minibatch that made the step. E is over all its samples, whatever their query.
+
+    Args:
+        v: weights before every step and after the last, [step + 1, ..., token, hidden].
+        b_bar: E[b] at each step, [step, ..., token].
+        pull: E[b (b · Σ_k g_k h'_k v_k)] at each step, [step, ..., token]; the inner sum is −∂loss/∂b.
+        rate_v: η_v, learning rate of the weights.
+        rate_z: η_z, learning rate of the logits.
+        temperature: softmax's T.
+        b_ref: the fixed reference, [..., token].
+
+    Returns:
+        A `Ledger` of arrays [step + 1, ..., token], zero at first.
+
+    >>> book = ledger(v=[[[0.0], [0.0]], [[1.0], [3.0]]], b_bar=[[0.5, 0.5]], pull=[[0.0, 0.0]],
+    ...               rate_v=1.0, rate_z=1.0, temperature=1.0, b_ref=[0.5, 0.5])
+    >>> book.step[-1]
+    array([-2.,  2.])
+    """
+    path = _weights("v", v)
+    if path.ndim < 3 or path.shape[0] < 2:
+        raise InputError("v", "of axes [step + 1, ..., token, hidden]", path.shape, "record every step and the end")
+    mean, pulled = _along("b_bar", b_bar, path), _along("pull", pull, path)
+    rates = {"rate_v": rate_v, "rate_z": rate_z, "temperature": temperature}
+    rates = {name: scalar(name, rate, above=True) for name, rate in rates.items()}
+    fixed = _reference("b_ref", b_ref, path)
+    moved = np.diff(path, axis=0)
+    drift, gap = ledger_rates(path[:-1], moved, mean, pulled, b_ref=fixed, **rates)
+    squares = (moved**2).sum(axis=-1)
+    scale = 0.5 * rates["rate_z"] / (rates["rate_v"] * rates["temperature"])
+    step = scale * (squares - fixed * squares.sum(axis=-1, keepdims=True))
+    return Ledger(*(_running_sum(term) for term in (drift, gap, step)))
+
+
+def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1.0) -> np.ndarray:
+    """Return what SGD's finite steps add to `predict` for linear and exp attention; softmax's is `Ledger.step`.
+
+    One step keeps Σ_m z_m Δz_m = κ Σ_k v_k Δv_k (linear) and Σ_m Δz_m = κ Σ_k v_k Δv_k (exp) exactly, so that
+
+        linear: predict(...) − Σ_m z_m² = Σ_steps (κ Σ_k Δv_k² − Σ_m Δz_m²)
+        exp:    predict(...) − Σ_m z_m  = (κ/2) Σ_steps Σ_k Δv_k²
+
+    Args:
+        attention: linear or exp.
+        v: weights before every step and after the last, [step + 1, ..., token, hidden].
+        z: logits likewise, [step + 1, ..., query, token].
+        kappa: η_z/η_v.
+
+    Returns:
+        The running sums, [step + 1, ..., token], zero at first.
+
+    >>> finite_steps("exp", v=[[[0.0]], [[1.0]], [[3.0]]], z=[[[0.0]], [[0.0]], [[1.0]]])[:, 0]
+    array([0. , 0.5, 2.5])
+    """
+    kind = choice("attention", attention, {name: own for name, own in ATTENTIONS.items() if not own.normalised})
+    path, logits = _weights("v", v), _logits("z", z)
+    _same_tokens("z", logits, path)
+    if path.shape[0] != logits.shape[0]:
+        raise InputError("z", f"of {path.shape[0]} steps", logits.shape[0], "record both at every step and at the end")
+    added = 0.5 * kind.power * scalar("kappa", kappa) * (np.diff(path, axis=0) ** 2).sum(axis=-1)
+    if kind.power == 2:
+        added = added - (np.diff(logits, axis=0) ** 2).sum(axis=-2)
+    return _running_sum(added)
+
+
+def ledger_rates(
+    v: Weights,
+    v_dot: Weights,
+    b_bar: Tokens,
+    pull: Tokens,
+    *,
+    rate_v: float,
+    rate_z: float,
+    temperature: float,
+    b_ref: Reference,
+) -> tuple[Tokens, Tokens]:
+    """Return d(drift)/dt and d(gap)/dt of the softmax ledger (Theorem 1).
+
+        drift' = (κ/2T)(b̄ − b_ref) dS/dt,  S = Σ_k ‖v_k‖²,  dS/dt = 2 Σ_k ⟨v_k, v̇_k⟩
+        gap'   = (η_z/T)(pull − b̄ Σ_k ⟨v_k, v̇_k⟩/η_v)
+
+    The flow integrates them. SGD sums them, with Δv for v̇. Arguments as in `ledger`, unchecked.
+
+    >>> one = np.ones((1, 1))
+    >>> ledger_rates(one, one, one[0], one[0], rate_v=2.0, rate_z=1.0, temperature=1.0, b_ref=0 * one[0])
+    (array([0.5]), array([0.5]))
+    """
+    radial = (v * v_dot).sum(axis=(-2, -1))[..., None]
+    drift = rate_z / (rate_v * temperature) * (b_bar - b_ref) * radial
+    gap = rate_z / temperature * (pull - b_bar * radial / rate_v)
+    return drift, gap
+
+
+def reference(x: ArrayLike, weight: ArrayLike | None = None) -> np.ndarray:
+    """Return b_ref = E[x] / Σ_l E[x_l], the reference of the softmax prediction.
+
+    Args:
+        x: token frequencies, [sample, token].
+        weight: probability of each sample; equal ones by default.
+
+    >>> reference([[1.0, 3.0], [1.0, 3.0]])
+    array([0.25, 0.75])
+    """
+    frequency = real("x", x, ndim=2, low=0.0)
+    share = np.full(len(frequency), 1 / len(frequency)) if weight is None else probabilities("weight", weight, ndim=1)
+    if share.shape != frequency.shape[:1]:
+        raise InputError("weight", f"one for each of {len(frequency)} samples", share.shape, "match `x`")
+    mean = share @ frequency
+    if not mean.sum() > 0:
+        raise InputError("x", "positive somewhere", "zeros only", "give the tokens' frequencies")
+    return mean / mean.sum()
+
+
+def folded_gain(v: ArrayLike, v0: ArrayLike, z0: ArrayLike, *, kappa: float = 1.0) -> np.ndarray:
+    """Return the factor that attention folded into the MLP puts on each token (exp attention, one query).
+
+        exp(z) = exp(z0 + (κ/2)(Σ_k v_k² − Σ_k v0_k²)),    so that    v̇ = η_v E[g h' x] ∘ exp(z)
+
+    Args:
+        v: weights now, [..., token, hidden].
+        v0: weights at the start.
+        z0: logits of the one query at the start, [..., 1, token].
+        kappa: η_z/η_v.
+
+    Returns:
+        An array [..., token].
+
+    >>> folded_gain(v=[[2.0], [0.0]], v0=[[0.0], [0.0]], z0=[[0.0, 0.0]])
+    array([7.3890561, 1.       ])
+    """
+    queries = _logits("z0", z0).shape[-2]
+    if queries != 1:
+        remedy = "only the sum over queries is fixed: integrate the block's flow instead"
+        raise InputError("z0", "the logits of one query, [..., 1, token]", f"{queries} queries", remedy)
+    return np.exp(predict("exp", v, v0, z0, kappa=kappa))
+
+
+def correlation(z: ArrayLike, z_hat: ArrayLike) -> np.ndarray:
+    """Return the zero-mean, normalised correlation of z and ẑ over tokens, blind to offset and scale.
+
+        ⟨z − mean z, ẑ − mean ẑ⟩ / (‖z − mean z‖ ‖ẑ − mean ẑ‖)
+
+    It can be near 1 where the prediction is many times too large: report `relative_error` with it.
+
+    Args:
+        z: measured, [..., token].
+        z_hat: predicted, [..., token].
+
+    Returns:
+        An array of the leading axes; NaN where either side is constant and the correlation undefined.
+
+    >>> correlation([1.0, 2.0], [10.0, 20.0]).round(12)
+    np.float64(1.0)
+    """
+    measured, predicted = _over_tokens(z=z, z_hat=z_hat)
+    cosine = (_unit(measured) * _unit(predicted)).sum(axis=-1)
+    return np.asarray(np.clip(cosine, -1.0, 1.0))
+
+
+def relative_error(z: ArrayLike, z_hat: ArrayLike, z0: ArrayLike) -> np.ndarray:
+    """Return the prediction's error in units of what there was to predict, over tokens.
+
+        ‖z − ẑ‖ / ‖z − z(0)‖
+
+    Predicting no change has error 1.
+
+    Args:
+        z: measured, [..., token].
+        z_hat: predicted, [..., token].
+        z0: measured at the start, [..., token].
+
+    Returns:
+        An array of the leading axes; where z has not moved, 0 for a perfect prediction and infinity otherwise.
+
+    >>> relative_error([1.0, 2.0], [1.0, 3.0], [0.0, 2.0])
+    array(1.)
+    """
+    measured, predicted, start = _over_tokens(z=z, z_hat=z_hat, z0=z0)
+    error, moved = np.linalg.norm(measured - predicted, axis=-1), np.linalg.norm(measured - start, axis=-1)
+    return np.divide(error, moved, out=np.where(error > 0, np.inf, 0.0), where=moved > 0)
+
+
+def scalar(name: str, value: float, *, above: bool = False) -> float:
+    """Return `value` as one number of at least 0, or above 0.
+
+    >>> scalar("temperature", 0.5, above=True)
+    0.5
+    """
+    number = float(real(name, value, ndim=0, low=0.0))
+    if above and number == 0:
+        raise InputError(name, "above 0", number, "give a positive number")
+    return number
+
+
+def _weights(name: str, value: ArrayLike) -> np.ndarray:
+    array = real(name, value)
+    if array.ndim < 2:
+        raise InputError(name, "of axes [..., token, hidden]", f"shape {array.shape}", "add the hidden axis")
+    return array
+
+
+def _logits(name: str, value: ArrayLike) -> np.ndarray:
+    array = real(name, value)
+    if array.ndim < 2:
+        raise InputError(name, "of axes [..., query, token]", f"shape {array.shape}", "add the query axis, `z[None]`")
+    return array
+
+
+def _same_tokens(name: str, logits: np.ndarray, weights: np.ndarray) -> None:
+    if logits.shape[-1] != weights.shape[-2]:
+        expected = f"of {weights.shape[-2]} tokens, [..., query, token]"
+        raise InputError(name, expected, f"shape {logits.shape}", "match the token axis of `v`, [..., token, hidden]")
+
+
+def _along(name: str, value: ArrayLike, path: np.ndarray) -> np.ndarray:
+    array, expected = real(name, value), (path.shape[0] - 1, *path.shape[1:-1])
+    if array.shape != expected:
+        raise InputError(name, f"of shape {expected}", array.shape, "give one record for each step of `v`")
+    return array
+
+
+def _reference(name: str, value: ArrayLike | None, weights: np.ndarray) -> np.ndarray:
+    if value is None:
+        raise InputError(name, "given for softmax attention", None, "pass `reference(x)`, the normalised E[x]")
+    array = probabilities(name, value)
+    if array.shape[-1:] != weights.shape[-2:-1]:
+        raise InputError(name, f"of {weights.shape[-2]} tokens", f"shape {array.shape}", "match the token axis of `v`")
+    broadcast(**{name: array, "v": weights[..., 0]})
+    return array
+
+
+def _over_tokens(**arrays: ArrayLike) -> list[np.ndarray]:
+    checked = {name: np.atleast_1d(real(name, array)) for name, array in arrays.items()}
+    shape = broadcast(**checked)
+    return [np.broadcast_to(array, shape) for array in checked.values()]
+
+
+def _unit(z: Tokens) -> Tokens:
+    """Return z less its mean, of norm 1 over tokens; NaN where what is left of a constant is rounding alone."""
+    centred = z - z.mean(axis=-1, keepdims=True)
+    size = np.linalg.norm(centred, axis=-1, keepdims=True)
+    varies = size > 4 * np.finfo(np.float64).eps * np.linalg.norm(z, axis=-1, keepdims=True)
+    return np.divide(centred, size, out=np.full(z.shape, np.nan), where=varies)
+
+
+def _running_sum(increments: Increments) -> Sums:
+    return np.concatenate([np.zeros_like(increments[:1]), np.cumsum(increments, axis=0)])

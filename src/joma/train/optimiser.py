@@ -1,0 +1,82 @@
+"""The update rules, from one table, and gradient clipping seed by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from joma.arguments import choice, real
+
+OPTIMISERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """A rule of `OPTIMISERS` with its rates: `Optimiser("sgd", 0.1, rates={"z": 0.3})` trains `z` thrice as fast.
+
+    Attributes:
+        name: sgd (no momentum, one step is Δt = 1 of gradient flow with η = rate), adam or adamw.
+        rate: learning rate of every parameter that `rates` does not name.
+        rates: learning rates by parameter name.
+        weight_decay: added to the gradient as weight_decay · parameter (sgd, adam), or decoupled from it (adamw).
+        clip: largest norm of one seed's gradient, over all its parameters; None for no limit.
+    """
+
+    name: str = "sgd"
+    rate: float = 0.1
+    rates: Mapping[str, float] = field(default_factory=dict)
+    weight_decay: float = 0.0
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        choice("optimiser", self.name, OPTIMISERS)
+        for rate in (self.rate, *self.rates.values()):
+            real("rate", rate, ndim=0, low=0.0)
+        real("weight_decay", self.weight_decay, ndim=0, low=0.0)
+        if self.clip is not None:
+            real("clip", self.clip, ndim=0, low=0.0)
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the torch optimiser of `model`'s trainable parameters; on CUDA, one that a graph can capture.
+
+        >>> model = nn.Linear(2, 1)
+        >>> [group["lr"] for group in Optimiser("adam", 0.1, rates={"bias": 0.3}).build(model).param_groups]
+        [0.1, 0.3]
+        """
+        parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
+        for name in self.rates:
+            choice("rates", name, parameters)
+        groups = [{"params": [own], "lr": self.rates.get(name, self.rate)} for name, own in parameters.items()]
+        on_cuda = any(own.is_cuda for own in parameters.values())
+        options = {"fused": True, "capturable": True} if on_cuda and self.name != "sgd" else {}
+        return OPTIMISERS[self.name](groups, weight_decay=self.weight_decay, **options)  # pyright: ignore[reportCallIssue]
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Float[Tensor, " seed"]:
+    """Scale every seed's gradient down to a norm of at most `limit`, in place; return the norms before.
+
+        g_s ← g_s · min(1, limit / (‖g_s‖ + 1e-6)),    ‖g_s‖ over all parameters of seed s
+
+    >>> p = nn.Parameter(torch.zeros(2, 2))
+    >>> p.grad = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    >>> clip_gradients([p], 1.0)
+    tensor([5.0000, 0.5000])
+    >>> p.grad
+    tensor([[0.6000, 0.8000],
+            [0.3000, 0.4000]])
+    """
+    gradients = [own.grad for own in parameters if own.grad is not None]
+    squares = torch.stack([gradient.flatten(1).square().sum(dim=1) for gradient in gradients])
+    norm = squares.sum(dim=0).sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.view(-1, *(1,) * (gradient.ndim - 1)))
+    return norm
