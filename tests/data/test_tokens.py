@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from joma.arguments import InputError
-from joma.data.tokens import KINDS, contexts, token_classes
+from joma.data.tokens import KINDS, contexts, sequence_classes, token_classes
 
 
 def streams(*seeds):
@@ -119,3 +119,53 @@ def test_bad_classes_are_named(options, names):
 def test_bad_contexts_are_named(frequency, options, names):
     with pytest.raises(InputError, match=f"`{names}`"):
         contexts(frequency, generators=streams(0), **{"samples": 2, "length": 3, **options})
+
+
+sequence_sizes = st.fixed_dictionaries(
+    {name: st.integers(1, 4) for name in ("queries", "classes", "distinct", "common")}
+)
+
+
+@given(size=sequence_sizes, share=st.floats(0, 1), variation=st.floats(0, 1), seed=st.integers(0, 2**31))
+def test_sequence_classes_share_their_common_tokens_alone(size, share, variation, seed):
+    data = sequence_classes(generators=streams(seed), share=share, variation=variation, **size)
+    x, labels, own = data.frequency[0].numpy(), size["queries"] * size["classes"], size["distinct"]
+    assert x.shape == data.distinct.shape == (labels, labels * own + size["common"])
+    assert data.query.tolist() == [label // size["classes"] for label in range(labels)]
+    for label in range(labels):
+        place = slice(label * own, (label + 1) * own)
+        assert data.distinct[label].nonzero().flatten().tolist() == list(range(*place.indices(x.shape[1])))
+        np.testing.assert_allclose(x[label, place].sum(), 1 - share, atol=1e-14)
+        np.testing.assert_allclose(x[label, labels * own :].sum(), share, atol=1e-14)
+        np.testing.assert_allclose(x[label].sum(), 1, atol=1e-14)
+
+
+def test_common_tokens_that_do_not_vary_are_alike_in_every_class():
+    common = sequence_classes(generators=streams(1), variation=0.0).frequency[0, :, -5:]
+    torch.testing.assert_close(common, common[:1].expand_as(common), rtol=1e-14, atol=0)
+    varied = sequence_classes(generators=streams(1), variation=1.0).frequency[0, :, -5:]
+    assert float((varied / common).std()) > 0.3
+
+
+@given(seeds=st.lists(st.integers(0, 999), min_size=1, max_size=4))
+def test_a_seeds_sequence_classes_are_its_own(seeds):
+    together = sequence_classes(generators=streams(*seeds)).frequency
+    for own, seed in zip(together, seeds, strict=True):
+        assert torch.equal(own, sequence_classes(generators=streams(seed)).frequency[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"queries": 0},
+        {"classes": 0},
+        {"distinct": 0},
+        {"common": 0},
+        {"share": 1.1},
+        {"variation": float("nan")},
+        {"generators": []},
+    ],
+)
+def test_bad_sequence_classes(change):
+    with pytest.raises(InputError):
+        sequence_classes(**{"generators": streams(0), **change})

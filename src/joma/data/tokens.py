@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from joma.arguments import InputError, choice, whole
+from joma.arguments import InputError, choice, real, whole
 
 WIDTH = 30.0  # of the bumps of `gaussian`, as twice a variance, in tokens squared
 
@@ -25,6 +25,15 @@ class TokenClasses:
     frequency: Float[Tensor, "seed label token"]
     label: Int[Tensor, " label"]
     distinct: Bool[Tensor, " token"]
+
+
+@dataclass(frozen=True)
+class SequenceClasses:
+    """P[token | class] for each seed, the query token that ends a class's sequences, and which tokens are its own."""
+
+    frequency: Float[Tensor, "seed label token"]
+    query: Int[Tensor, " label"]
+    distinct: Bool[Tensor, "label token"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,61 @@ def token_classes(
         frequency=(weight / weight.sum(dim=-1, keepdim=True)).contiguous(),
         label=torch.arange(classes),
         distinct=torch.arange(distinct + common) < distinct,
+    )
+
+
+def sequence_classes(
+    *,
+    generators: Sequence[torch.Generator],
+    queries: int = 2,
+    classes: int = 4,
+    distinct: int = 5,
+    common: int = 5,
+    share: float = 0.5,
+    variation: float = 0.5,
+    dtype: torch.dtype = torch.float64,
+) -> SequenceClasses:
+    """Return classes of sequences in the setting of Scan and Snap: the next token n fixes the query token ψ(n).
+
+    Each class has `distinct` tokens that occur in no other, and all share the `common` ones. With u, r uniform in
+    [0, 1], drawn anew for each number,
+
+        distinct token l of class n:  P[l | n] ∝ u_ln                                     summing to 1 − share
+        common token l:               P[l | n] ∝ u_l (1 + variation · (2 r_ln − 1))       summing to share
+
+    Args:
+        generators: one for each seed.
+        queries, classes: number of query tokens, and of classes of each.
+        distinct, common: number of tokens of each class alone, and of those that all have.
+        share: part of a sequence that is common tokens, in [0, 1].
+        variation: by how much a common token's frequency differs between classes, in [0, 1]; at 0 it tells nothing.
+
+    Returns:
+        `SequenceClasses` over queries · classes labels; token n · distinct is the first of class n, the common ones
+        are last.
+
+    >>> data = sequence_classes(generators=[torch.Generator().manual_seed(0)], queries=2, classes=3, distinct=4)
+    >>> data.frequency.shape, data.query.tolist()
+    (torch.Size([1, 6, 29]), [0, 0, 0, 1, 1, 1])
+    """
+    queries, classes = whole("queries", queries), whole("classes", classes)
+    distinct, common = whole("distinct", distinct), whole("common", common)
+    share = float(real("share", share, ndim=0, low=0.0, high=1.0))
+    variation = float(real("variation", variation, ndim=0, low=0.0, high=1.0))
+    labels = queries * classes
+    drawn = []
+    for generator in _each(generators):
+        own = torch.rand(labels, distinct, generator=generator, dtype=dtype)
+        level = torch.rand(common, generator=generator, dtype=dtype)
+        differs = torch.rand(labels, common, generator=generator, dtype=dtype)
+        shared = level * (1 + variation * (2 * differs - 1))
+        apart = torch.block_diag(*((1 - share) * own / own.sum(dim=-1, keepdim=True)).split(1))
+        drawn.append(torch.cat([apart, share * shared / shared.sum(dim=-1, keepdim=True)], dim=-1))
+    place = torch.arange(labels * distinct + common) // distinct
+    return SequenceClasses(
+        frequency=torch.stack(drawn),
+        query=torch.arange(labels) // classes,
+        distinct=(place == torch.arange(labels)[:, None]) & (torch.arange(len(place)) < labels * distinct),
     )
 
 

@@ -28,14 +28,14 @@ from joma.files import StorageError
 from joma.progress import SILENT, Progress, Task
 from joma.train.checkpoint import Checkpoints, Generation
 from joma.train.interrupt import interruptible
-from joma.train.optimiser import Optimiser, clip_gradients
+from joma.train.optimiser import Optimiser, captured_update, clip_gradients
 
 Model = TypeVar("Model", bound=nn.Module)
 Record = Callable[[Model, int], Mapping[str, Tensor]]
 
 NEVER = -1  # the step at which a seed that stayed finite diverged
 HEARTBEAT = 0.5  # seconds between two looks at the loss for the progress bar
-PRECISIONS = {"highest": "highest", "high": "high", "medium": "medium"}  # float32, TF32 and bfloat16 products
+PRECISIONS = {"highest": "float32", "high": "TF32", "bf16": "bfloat16, accumulated in float32"}
 
 
 def _nothing(model: nn.Module, step: int) -> dict[str, Tensor]:  # noqa: ARG001  (the signature of `record`)
@@ -55,6 +55,7 @@ def fit(
     checkpoints: Path | None = None,
     save: Iterable[int] | None = None,
     precision: str = "highest",
+    compiled: bool = True,
     progress: Progress = SILENT,
     label: str = "training",
 ) -> xr.Dataset:
@@ -80,7 +81,8 @@ def fit(
         seeds: labels of the seed axis, 0, 1, … if not given.
         checkpoints: a folder of its own; with one, the run is saved, and goes on from what is there.
         save: the steps at which to save; ten of them if not given.
-        precision: of float32 matrix products: highest, high (TF32 on CUDA) or medium (bfloat16 there).
+        precision: of float32 matrix products on CUDA, a name of `PRECISIONS`; the CPU's are always exact.
+        compiled: whether the parts that the model calls `repeated` are compiled on CUDA before a step is captured.
         progress, label: where to report progress, and under which words.
 
     Returns:
@@ -97,7 +99,7 @@ def fit(
     steps = whole("steps", steps, low=0)
     moments = _moments(range(steps + 1) if at is None else at, steps)
     saves = frozenset(schedule.every(max(1, steps // 10), steps) if save is None else save)
-    training = _Training(model, loss, optimiser, record)
+    training = _Training(model, loss, optimiser, record, precision=precision, compiled=compiled)
     _labels(seeds, training.diverged)
     store = None if checkpoints is None else Checkpoints(checkpoints)
     start, finished = training.resume(store, steps)
@@ -122,9 +124,17 @@ class _Training(Generic[Model]):
     """A model in training: its rule, what was recorded so far, and the seeds that were lost."""
 
     def __init__(
-        self, model: Model, loss: Callable[[Model, Tensor], Tensor], optimiser: Optimiser, record: Record
+        self,
+        model: Model,
+        loss: Callable[[Model, Tensor], Tensor],
+        optimiser: Optimiser,
+        record: Record,
+        *,
+        precision: str,
+        compiled: bool,
     ) -> None:
         self.model, self.loss, self.optimiser, self.record = model, loss, optimiser, record
+        self.half, self.compiled = precision == "bf16", compiled
         self.seeds = _seeds(model)
         self.rule = optimiser.build(model)
         device = next(model.parameters()).device
@@ -146,7 +156,7 @@ class _Training(Generic[Model]):
             self.graph.replay()
             return
         self.now.fill_(step)
-        self._backward(self.loss)
+        self._backward()
         lost = self._lost()
         if record:
             _keep(self.recorded, {"loss": self.losses, **self.record(self.model, step)}, lost)
@@ -154,9 +164,10 @@ class _Training(Generic[Model]):
             self._update(lost)
         self.now.fill_(step + 1)
 
-    def _backward(self, loss: Callable[[Model, Tensor], Tensor]) -> None:
+    def _backward(self) -> None:
         self.rule.zero_grad()
-        losses = loss(self.model, self.now)
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.half and self.on_cuda):
+            losses = self.loss(self.model, self.now)
         if losses.shape != (self.seeds,):
             expected, got = f"one value for each of {self.seeds} seeds", f"shape {tuple(losses.shape)}"
             raise InputError("loss", expected, got, "average over all axes but the seed's")
@@ -169,11 +180,15 @@ class _Training(Generic[Model]):
         lost = self.diverged != NEVER
         return lost if bool(lost.any()) else None
 
-    def _update(self, lost: Bool[Tensor, " seed"] | None) -> None:
-        """Apply the rule, not to lost seeds: momenta and decay would move them even without a gradient."""
+    def _clip(self) -> list[nn.Parameter]:
         parameters = [parameter for group in self.rule.param_groups for parameter in group["params"]]
         if self.optimiser.clip is not None:
             clip_gradients(parameters, self.optimiser.clip)
+        return parameters
+
+    def _update(self, lost: Bool[Tensor, " seed"] | None) -> None:
+        """Apply the rule, not to lost seeds: momenta and decay would move them even without a gradient."""
+        parameters = self._clip()
         if lost is None:
             self.rule.step()
             return
@@ -184,30 +199,42 @@ class _Training(Generic[Model]):
                 parameter[lost] = old
 
     def _capture(self) -> None:
-        """Compile the loss and capture a whole step; the trial steps that this takes are undone.
+        """Compile what repeats in the model and capture a whole step; the trial steps that this takes are undone.
 
         A lost seed is not held back inside the graph: its numbers are NaN from then on, and reach no other seed.
         """
-        loss = torch.compile(self.loss)
+        if not self.rule.state and not isinstance(self.rule, torch.optim.SGD):
+            self._first_update()
         kept = {name: tensor.clone() for name, tensor in self._tensors().items()}
         aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(3):
-                self._captured_step(loss)
-        torch.cuda.current_stream().wait_stream(aside)
-        self.rule.zero_grad()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._captured_step(loss)
+        with _compiled_parts(self.model, enabled=self.compiled):
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(3):
+                    self._captured_step()
+            torch.cuda.current_stream().wait_stream(aside)
+            self.rule.zero_grad()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._captured_step()
         with torch.no_grad():
             for name, tensor in self._tensors().items():
-                tensor.copy_(kept[name]) if name in kept else tensor.zero_()
+                tensor.copy_(kept[name])
 
-    def _captured_step(self, loss: Callable[[Model, Tensor], Tensor]) -> None:
-        self._backward(loss)
-        self._update(None)
+    def _captured_step(self) -> None:
+        self._backward()
+        self._clip()
+        captured_update(self.rule)
         self.now.add_(1)
+
+    def _first_update(self) -> None:
+        """Let the rule make its moments, and undo the update: a captured step needs them to be there."""
+        before = {name: tensor.clone() for name, tensor in self._tensors().items()}
+        self._backward()
+        self.rule.step()
+        with torch.no_grad():
+            for name, tensor in self._tensors().items():
+                tensor.copy_(before[name]) if name in before else tensor.zero_()
 
     def _tensors(self) -> dict[str, Tensor]:
         """All that a step changes: parameters, the rule's state, the step and the seeds lost, by name."""
@@ -265,9 +292,25 @@ class _Training(Generic[Model]):
 
 
 @contextmanager
+def _compiled_parts(model: nn.Module, *, enabled: bool) -> Iterator[None]:
+    """Compile the modules of the class that the model calls `repeated`, one graph for all, while a step is captured."""
+    repeated = getattr(model, "repeated", None) if enabled else None
+    parts = [part for part in model.modules() if repeated is not None and isinstance(part, repeated)]
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for part in parts:
+            part.compile()
+        try:
+            yield
+        finally:
+            for part in parts:
+                part._compiled_call_impl = None
+
+
+@contextmanager
 def _products(precision: str) -> Iterator[None]:
+    choice("precision", precision, PRECISIONS)
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(choice("precision", precision, PRECISIONS))
+    torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
     try:
         yield
     finally:

@@ -1,0 +1,372 @@
+"""A standard decoder, every part switchable, for many seeds at once.
+
+    x = embedding[tokens] + positions
+    x = x + attention(norm(x)),    x = x + mlp(norm(x))    in every layer; the norm before, after or absent
+    logits = norm(x) W + b
+
+Every parameter has the seed as its leading axis, and no number passes from one seed to another. Weights are stored as
+[seed, in, out], so that every product is one batched product over the seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from joma.arguments import InputError, choice, whole
+from joma.models.block import ACTIVATIONS
+from joma.noise import dropout
+
+CHOICES: dict[str, dict[str, str]] = {
+    "norm": {"pre": "x + f(norm(x)), and norm(x) at the end", "post": "norm(x + f(x))", "none": "x + f(x)"},
+    "positions": {"none": "", "sinusoidal": "added", "learned": "added", "rotary": "queries and keys are turned"},
+    "mask": {"causal": "a position sees itself and earlier ones", "full": "every position sees every other"},
+    "attention": {"trained": "softmax(q·k/√d)", "frozen": "W_Q, W_K stay as drawn", "uniform": "equal weights"},
+}
+SITES = ("embedding", "weights", "attention", "hidden", "mlp")  # of dropout; attention and mlp mean their outputs
+WATCHED: dict[str, str] = {
+    "attention": "attention weights [seed, sample, head, query, key]",
+    "hidden": "hidden units of the MLP, after the activation [seed, sample, position, hidden]",
+    "residual": "what enters the first layer and what leaves each layer [seed, sample, position, width]",
+}
+
+Maybe = Tensor | None
+Stream = Float[Tensor, "seed sample position width"]
+Drop = Callable[[Tensor, str], Tensor]  # dropout at one of `SITES`
+Kept = Mapping[str, list[Tensor]]  # every layer appends to the names of `WATCHED` that are in it
+_NONE: Kept = {}
+
+
+class Rule(NamedTuple):
+    """How a matrix [in, out] starts: normal of deviation `scale(in, out)`, or uniform within ±; its bias so, or 0."""
+
+    scale: Callable[[int, int], float]
+    normal: bool = False
+    bias: bool = False
+
+
+_LINEAR, _FLAT = Rule(lambda rows, _: rows**-0.5, bias=True), Rule(lambda *_: 0.1)
+_STACKED = Rule(lambda rows, columns: math.sqrt(6 / (rows + 3 * columns)))  # W_Q, W_K, W_V drawn as one matrix
+_ROLES = ("embedding", "attention", "projection", "mlp", "head")
+INITS: dict[str, dict[str, Rule]] = {
+    # torch.nn.Linear and torch.nn.Embedding as they come
+    "linear": dict.fromkeys(_ROLES, _LINEAR) | {"embedding": Rule(lambda *_: 1.0, normal=True)},
+    # torch.nn.TransformerEncoderLayer as it comes; embedding and head within ±0.1
+    "encoder": dict(zip(_ROLES, (_FLAT, _STACKED, Rule(_LINEAR.scale), _LINEAR, _FLAT), strict=True)),
+    "small": dict.fromkeys(_ROLES, Rule(lambda *_: 0.02, normal=True)),
+}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The parts of a decoder.
+
+    Attributes:
+        hidden: hidden units of an MLP, 4 width if not given. outputs: classes of the head, the vocabulary if not given.
+        length: most positions; needed with positional encodings.
+        norm, positions, mask, attention: names of `CHOICES`. activation, init: of `ACTIVATIONS`, `INITS`.
+        residual: whether x is added to what attention and the MLP make of it; for each layer a pair, or one for all.
+        projection: whether attention's output passes through W_O.
+        tied: the head is the transposed embedding, without bias. scale_embedding: embeddings are multiplied by √width.
+        dropout: probability at each of `sites`, names of `SITES`.
+    """
+
+    vocabulary: int
+    width: int
+    layers: int = 1
+    heads: int = 1
+    hidden: int | None = None
+    outputs: int | None = None
+    length: int | None = None
+    norm: str = "pre"
+    positions: str = "none"
+    mask: str = "causal"
+    attention: str = "trained"
+    activation: str = "relu"
+    init: str = "linear"
+    residual: bool | tuple[tuple[bool, bool], ...] = True
+    projection: bool = True
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    head_bias: bool = True
+    tied: bool = False
+    scale_embedding: bool = False
+    dropout: float = 0.0
+    sites: tuple[str, ...] = SITES
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "width", "layers", "heads", "hidden", "outputs", "length"):
+            if (value := getattr(self, name)) is not None:
+                whole(name, value)
+        for name, table in {**CHOICES, "activation": ACTIVATIONS, "init": INITS}.items():
+            choice(name, getattr(self, name), table)
+        for site in self.sites:
+            choice("sites", site, dict.fromkeys(SITES))
+        if self.width % self.heads:
+            raise InputError("heads", f"a divisor of the width {self.width}", self.heads, "change one of them")
+        if self.positions == "rotary" and (part := self.width // self.heads) % 2:
+            raise InputError("width", "even in each head with rotary positions", part, "change width or heads")
+        if self.positions != "none" and self.length is None:
+            raise InputError("length", f"given with {self.positions} positions", None, "give the most positions")
+        if self.tied and self.outputs not in (None, self.vocabulary):
+            raise InputError("outputs", f"the vocabulary, {self.vocabulary}, if tied", self.outputs, "untie the head")
+        if not isinstance(self.residual, bool) and [len(pair) for pair in self.residual] != [2] * self.layers:
+            expected = f"a bool, or a pair (attention, mlp) for each of {self.layers} layers"
+            raise InputError("residual", expected, self.residual, "give one pair a layer")
+        if not 0.0 <= self.dropout < 1.0:
+            raise InputError("dropout", "in [0, 1)", self.dropout, "give the probability of dropping a number")
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Draws parameters: every seed's numbers from its own generator, on the CPU, in float32 whatever the dtype."""
+
+    rules: Mapping[str, Rule]
+    generators: Sequence[torch.Generator]
+    dtype: torch.dtype
+
+    def __call__(self, role: str, *shape: int, bias: bool = False) -> nn.Parameter:
+        """Return a matrix [seed, in, out], or the bias [seed, out] that belongs to one."""
+        rule, values = self.rules[role], torch.zeros(len(self.generators), *shape[bias:])
+        scale = rule.scale(*shape)
+        for own, generator in zip(values, self.generators, strict=True):
+            if rule.normal and not bias:
+                own.normal_(0.0, scale, generator=generator)
+            elif rule.bias or not bias:
+                own.uniform_(-scale, scale, generator=generator)
+        return nn.Parameter(values.to(self.dtype))
+
+
+class Linear(nn.Module):
+    """y = x W + b, with W [seed, in, out] and b [seed, out] or none."""
+
+    def __init__(self, draw: _Draw, role: str, rows: int, columns: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = draw(role, rows, columns), draw(role, rows, columns, bias=True) if bias else None
+
+    def forward(self, x: Float[Tensor, "seed sample position in"]) -> Float[Tensor, "seed sample position out"]:
+        flat = x.flatten(1, 2)
+        y = flat @ self.weight if self.bias is None else torch.baddbmm(self.bias[:, None], flat, self.weight)
+        return y.unflatten(1, x.shape[1:3])
+
+
+class Norm(nn.Module):
+    """LayerNorm with each seed's own gain and offset."""
+
+    def __init__(self, draw: _Draw, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(len(draw.generators), width, dtype=draw.dtype))
+        self.offset = nn.Parameter(torch.zeros_like(self.gain))
+
+    def forward(self, x: Stream) -> Stream:
+        return torch.addcmul(self.offset[:, None, None], F.layer_norm(x, x.shape[-1:]), self.gain[:, None, None])
+
+
+class Attention(nn.Module):
+    """Several heads of softmax attention, or of equal weights.
+
+    The weights are computed as a matrix, not by a fused kernel: sequences have a few dozen positions here, so that the
+    matrix is smaller than the residual stream, and one way serves keyed dropout, multiplicities and probes.
+    """
+
+    turns: Float[Tensor, "2 length half"] | None
+
+    def __init__(self, config: DecoderConfig, draw: _Draw) -> None:
+        super().__init__()
+        self.heads, width, bias = config.heads, config.width, config.attention_bias
+        query, key, self.value = (Linear(draw, "attention", width, width, bias=bias) for _ in range(3))
+        # Query and key are drawn in any case, so that all else starts as it does with trained attention.
+        self.query, self.key = (None, None) if config.attention == "uniform" else (query, key)
+        for linear in (query, key):
+            linear.requires_grad_(config.attention == "trained")
+        self.projection = Linear(draw, "projection", width, width, bias=bias) if config.projection else None
+        turns = _waves(config, width // self.heads, draw.dtype) if config.positions == "rotary" else None
+        self.register_buffer("turns", turns, persistent=False)
+
+    def forward(self, x: Stream, reach: Tensor, *, last: bool, drop: Drop, kept: Kept) -> Tensor:
+        """Return [seed, sample, query, width]; `reach` is added to the scores, and with `last` there is one query."""
+        weights = self._weights(x[:, :, -1:], x, reach[..., -1:, :]) if last else self._weights(x, x, reach)
+        kept.get("attention", []).append(weights)
+        mixed = drop(weights, "weights") @ self._heads(self.value(x))
+        mixed = mixed.transpose(2, 3).flatten(3)
+        return drop(mixed if self.projection is None else self.projection(mixed), "attention")
+
+    def _weights(self, asking: Tensor, x: Stream, reach: Tensor) -> Float[Tensor, "seed sample head query key"]:
+        positions = x.shape[2]
+        if self.query is None or self.key is None:
+            return reach.softmax(-1).expand(*x.shape[:2], self.heads, asking.shape[2], positions)
+        query, key = self._heads(self.query(asking), positions), self._heads(self.key(x), positions)
+        return torch.add(reach, query @ key.mT, alpha=query.shape[-1] ** -0.5).softmax(-1)
+
+    def _heads(self, x: Stream, end: int | None = None) -> Float[Tensor, "seed sample head position part"]:
+        """Split by heads; rotary positions turn units i and i + part/2 of the positions before `end` as a pair."""
+        x = x.unflatten(-1, (self.heads, -1)).transpose(2, 3)
+        if self.turns is None or end is None:
+            return x
+        (sin, cos), (a, b) = self.turns[:, end - x.shape[-2] : end], x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class Layer(nn.Module):
+    """Attention, then the MLP φ(x W_1 + b_1) W_2 + b_2, each with its residual connection and its norm."""
+
+    def __init__(self, config: DecoderConfig, draw: _Draw, number: int) -> None:
+        super().__init__()
+        self.order, self.activation = config.norm, ACTIVATIONS[config.activation]
+        self.residual = (config.residual,) * 2 if isinstance(config.residual, bool) else config.residual[number]
+        width, hidden = config.width, config.hidden or 4 * config.width
+        self.attention = Attention(config, draw)
+        self.lower = Linear(draw, "mlp", width, hidden, bias=config.mlp_bias)
+        self.upper = Linear(draw, "mlp", hidden, width, bias=config.mlp_bias)
+        self.norms = nn.ModuleList(Norm(draw, width) for _ in range(2) if config.norm != "none")
+
+    def forward(self, x: Stream, reach: Tensor, *, last: bool, drop: Drop, kept: Kept) -> Tensor:
+        x = self._around(0, x, partial(self.attention, reach=reach, last=last, drop=drop, kept=kept))
+        x = self._around(1, x, partial(self._mlp, drop=drop, kept=kept))
+        kept.get("residual", []).append(x)
+        return x
+
+    def _mlp(self, x: Stream, *, drop: Drop, kept: Kept) -> Stream:
+        hidden = self.activation(self.lower(x))
+        kept.get("hidden", []).append(hidden)
+        return drop(self.upper(drop(hidden, "hidden")), "mlp")
+
+    def _around(self, part: int, x: Stream, function: Callable[[Tensor], Tensor]) -> Tensor:
+        y = function(self.norms[part](x) if self.order == "pre" else x)
+        if self.residual[part]:
+            y = x[:, :, -y.shape[2] :] + y  # attention may have kept the last position alone
+        return self.norms[part](y) if self.order == "post" else y
+
+
+class Decoder(nn.Module):
+    """A decoder of the given parts. `generators`: one for each seed, whose numbers do not depend on the other seeds.
+
+    >>> config = DecoderConfig(vocabulary=10, width=8, layers=2, heads=2, positions="rotary", length=5)
+    >>> model = Decoder(config, generators=[torch.Generator().manual_seed(seed) for seed in range(3)])
+    >>> model(torch.arange(5).expand(4, 5)).shape
+    torch.Size([3, 4, 5, 10])
+    """
+
+    positions: Float[Tensor, "seed length width"] | None
+    repeated = Layer  # what a training loop may compile once for all layers
+
+    def __init__(
+        self, config: DecoderConfig, *, generators: Sequence[torch.Generator], dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        if not generators or not all(isinstance(g, torch.Generator) for g in generators):
+            remedy = "pass `[torch.Generator().manual_seed(seed) for seed in seeds]`"
+            raise InputError("generators", "one torch.Generator for each seed", generators, remedy)
+        self.config, width, draw = config, config.width, _Draw(INITS[config.init], generators, dtype)
+        self.embedding = draw("embedding", config.vocabulary, width)
+        self.register_buffer("positions", None, persistent=False)
+        if config.positions == "learned":
+            self.positions = draw("embedding", config.length or 0, width)
+        elif config.positions == "sinusoidal":  # sine and cosine by turns, the same for every seed
+            self.positions = _waves(config, width, dtype).permute(1, 2, 0).flatten(1)[None, :, :width]
+        self.layers = nn.ModuleList(Layer(config, draw, number) for number in range(config.layers))
+        self.norm = Norm(draw, width) if config.norm == "pre" else None
+        outputs = config.outputs or config.vocabulary
+        self.head = None if config.tied else Linear(draw, "head", width, outputs, bias=config.head_bias)
+
+    def forward(
+        self, tokens: Tensor, *, last: bool = False, noise: Maybe = None, multiplicity: Maybe = None
+    ) -> Float[Tensor, "seed sample place output"]:
+        """Return the logits.
+
+        Args:
+            tokens: [sample, position], or [seed, sample, position] where each seed has its own.
+            last: only the last position's logits, as an axis of length 1; the last layer computes no others.
+            noise: `joma.noise.key` of the seeds and the step, for dropout; without it there is no dropout.
+            multiplicity: shaped like tokens, with or without the seed axis. A position of multiplicity m stands for m
+                equal ones, 0 for none: ln m is added to its scores. Without positional encoding and dropout this is
+                exact for padding that repeats at the start, and under a full mask for any tokens that repeat.
+        """
+        return self.read(self.states(tokens, last=last, noise=noise, multiplicity=multiplicity))
+
+    def states(
+        self, tokens: Tensor, *, last: bool = False, noise: Maybe = None, multiplicity: Maybe = None, kept: Kept = _NONE
+    ) -> Float[Tensor, "seed sample place width"]:
+        """Return the residual stream after the last layer, which `read` turns into logits."""
+        self._check(tokens, multiplicity)
+        x = self._drop(noise, 0, self._embed(tokens), "embedding")
+        kept.get("residual", []).append(x)
+        reach = self._reach(x, multiplicity)
+        for number, layer in enumerate(self.layers, start=1):
+            drop = partial(self._drop, noise, number - 1)
+            x = layer(x, reach, last=last and number == len(self.layers), drop=drop, kept=kept)
+        return x
+
+    def read(self, states: Stream) -> Float[Tensor, "seed sample position output"]:
+        """Return the logits of the final residual stream: the final norm, if there is one, and the head."""
+        states = states if self.norm is None else self.norm(states)
+        if self.head is not None:
+            return self.head(states)
+        return (states.flatten(1, 2) @ self.embedding.mT).unflatten(1, states.shape[1:3])
+
+    def activations(
+        self, tokens: Tensor, names: Sequence[str] = tuple(WATCHED), *, multiplicity: Maybe = None
+    ) -> dict[str, list[Tensor]]:
+        """Return for each of the names, described in `WATCHED`, a tensor a layer; there is no dropout."""
+        kept: dict[str, list[Tensor]] = {name: [] for name in names if choice("names", name, WATCHED)}
+        self.states(tokens, multiplicity=multiplicity, kept=kept)
+        return kept
+
+    def _embed(self, tokens: Tensor) -> Stream:
+        # One table of all seeds' rows: the backward pass of `embedding[seed, tokens]` adds in no fixed order. A token
+        # outside the vocabulary is sent past the end of the table, not into the next seed's rows.
+        seeds, vocabulary, width = self.embedding.shape
+        first = torch.arange(0, seeds * vocabulary, vocabulary, device=tokens.device)[:, None, None]
+        rows = (first + tokens).masked_fill((tokens < 0) | (tokens >= vocabulary), seeds * vocabulary)
+        x = F.embedding(rows, self.embedding.flatten(0, 1))
+        x = x * math.sqrt(width) if self.config.scale_embedding else x
+        return x if self.positions is None else x + self.positions[:, None, : x.shape[2]]
+
+    def _reach(self, x: Stream, multiplicity: Maybe) -> Float[Tensor, "... query key"]:
+        """Return what is added to the scores: 0 or ln m, and for what is not to be seen the least finite number."""
+        # Not −∞: where there is nothing at all to see it would give NaN, which reaches the others as 0 · NaN.
+        least, length = torch.finfo(x.dtype).min, x.shape[2]
+        reach = torch.zeros(length, length, dtype=x.dtype, device=x.device)
+        if self.config.mask == "causal":
+            reach = reach.masked_fill(torch.ones_like(reach, dtype=torch.bool).triu(1), least)
+        if multiplicity is None:
+            return reach
+        return (multiplicity.to(x.dtype).log()[..., None, None, :] + reach).clamp_min(least)
+
+    def _drop(self, noise: Maybe, layer: int, x: Tensor, site: str) -> Tensor:
+        if noise is None or not self.config.dropout or site not in self.config.sites:
+            return x
+        return dropout(x, self.config.dropout, key=noise, site=len(SITES) * layer + SITES.index(site))
+
+    def _check(self, tokens: Tensor, multiplicity: Maybe) -> None:
+        seeds, vocabulary, _ = self.embedding.shape
+        if tokens.ndim < 2 or tokens.shape[:-2] not in ((), (seeds,)) or tokens.is_floating_point():
+            expected = f"whole numbers [sample, position] or [seed, sample, position] of {seeds} seeds"
+            raise InputError("tokens", expected, f"{tokens.dtype} {tuple(tokens.shape)}", "give token numbers")
+        length, most = tokens.shape[-1], self.config.length
+        if length < 1 or (most is not None and length > most):
+            expected = "of at least 1 position" if most is None else f"of 1 to {most} positions"
+            raise InputError("tokens", expected, length, "cut them or raise `length`")
+        if multiplicity is not None and multiplicity.shape not in (tokens.shape, tokens.shape[-2:]):
+            got = f"{tuple(multiplicity.shape)} for tokens {tuple(tokens.shape)}"
+            raise InputError("multiplicity", "shaped like the tokens", got, "give one number for each position")
+        # Only the CPU looks at values: elsewhere a look would stall the device, and the end of the table is the guard.
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
+            low, high = (int(bound) for bound in torch.aminmax(tokens))
+            if low < 0 or high >= vocabulary:
+                raise InputError("tokens", f"in [0, {vocabulary - 1}]", f"{low} to {high}", "widen the vocabulary")
+
+
+def _waves(config: DecoderConfig, width: int, dtype: torch.dtype) -> Float[Tensor, "2 length half"]:
+    """Return sine and cosine of position / 10000^(2i/width) for every pair i of units."""
+    rates = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.arange(config.length or 0, dtype=torch.float64)[:, None] * rates
+    return torch.stack([angles.sin(), angles.cos()]).to(dtype)

@@ -1,0 +1,103 @@
+"""Noise that is a function of where it is used: of the seed, the step, the site in the model and the element.
+
+    u_i = h(h(i ⊕ k_0) ⊕ k_1) / 2³²,    k_j = h(h(h(h(j + 1) + seed) + step) + site)    (seed, step: low, high word)
+
+A generator has a state, and what it draws next depends on all that was drawn before. Here nothing is drawn: a seed's
+dropout masks are the same whichever seeds stand beside it, however often the run was interrupted, and on every device,
+and the step may be a number that lives on the device, so that one captured step serves them all.
+
+`h` is the 32-bit mixer "lowbias32" of Chris Wellons: two multiplications between three shifts, a bijection. Words are
+kept in int64, where a product of a word with a multiplier of 31 bits cannot overflow: all devices agree exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from joma.arguments import InputError
+
+WORD = 0xFFFFFFFF
+FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # modulo 2³² the signed multiplier is the unsigned one
+
+
+def key(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
+    """Return two words for each seed at this step, to be given to `uniform` and `dropout` together with a site.
+
+    Args:
+        seeds: the seeds' whole numbers [seed], on the device where the noise is wanted.
+        step: one whole number; inside a captured or compiled step, a tensor on the same device.
+
+    >>> key(torch.tensor([0, 7]), 3)[:, 1].equal(key(torch.tensor([7]), 3)[:, 0])
+    True
+    """
+    if seeds.ndim != 1 or seeds.is_floating_point():
+        got = f"{seeds.dtype} of shape {tuple(seeds.shape)}"
+        raise InputError("seeds", "one whole number for each seed", got, "pass `torch.tensor(seeds)`")
+    if isinstance(step, Tensor) and (step.ndim or step.is_floating_point()):
+        got = f"{step.dtype} of shape {tuple(step.shape)}"
+        raise InputError("step", "one whole number", got, "pass an int or a tensor without axes")
+    seeds, step = seeds.long(), step.long() if isinstance(step, Tensor) else step
+    words = _mix(torch.arange(1, 3, device=seeds.device)[:, None].repeat(1, len(seeds)))
+    for number in (seeds, seeds >> 32, step, step >> 32):
+        words = _fold(words, number)
+    return words
+
+
+def uniform(shape: Sequence[int], *, key: Int[Tensor, "2 seed"], site: int) -> Float[Tensor, "seed ..."]:
+    """Return numbers uniform in [0, 1), multiples of 2⁻²⁴, of `shape` for each seed.
+
+    Args:
+        shape: without the seed's axis.
+        key: of `joma.noise.key`.
+        site: a number of its own for every place where a model uses noise.
+
+    >>> uniform((2,), key=key(torch.tensor([7]), 3), site=1)
+    tensor([[0.1798, 0.8655]])
+    """
+    return (_bits(shape, key, site) >> 8).float() * 2.0**-24
+
+
+def dropout(x: Float[Tensor, "seed ..."], p: float, *, key: Int[Tensor, "2 _"], site: int) -> Tensor:
+    """Return x with each element set to zero with probability p, and the others divided by 1 − p.
+
+    >>> dropout(torch.ones(1, 6), 0.5, key=key(torch.tensor([7]), 3), site=1)
+    tensor([[0., 2., 0., 0., 0., 2.]])
+    """
+    if not 0.0 <= p < 1.0:
+        raise InputError("p", "in [0, 1)", p, "give the probability of dropping an element")
+    if len(x) != key.shape[1]:
+        raise InputError("key", f"of {len(x)} seeds, like x", key.shape[1], "make it of the same seeds, in their order")
+    kept = _bits(x.shape[1:], key, site) >= round(p * 2**32)
+    return x * kept * (1.0 / (1.0 - p))
+
+
+def _bits(shape: Sequence[int], key: Int[Tensor, "2 seed"], site: int) -> Int[Tensor, "seed ..."]:
+    """Return 32 random bits for each element: its number within the seed, keyed twice and mixed twice."""
+    count = math.prod(shape)
+    if count > WORD:
+        raise InputError("shape", "of at most 2³² elements for each seed", tuple(shape), "use several sites")
+    first, second = _fold(key, site)[:, :, None]
+    words = torch.arange(count, device=key.device) ^ first
+    words = _mix(_mix(words).bitwise_xor_(second))
+    return words.view(-1, *shape)
+
+
+def _fold(words: Tensor, number: Tensor | int) -> Tensor:
+    return _mix((words + (number & WORD)) & WORD)
+
+
+def _mix(words: Tensor) -> Tensor:
+    """Scramble 32-bit words in place: each bit of the result depends on every bit given."""
+    words ^= words >> 16
+    words *= FIRST
+    words &= WORD
+    words ^= words >> 15
+    words *= SECOND
+    words &= WORD
+    words ^= words >> 16
+    return words

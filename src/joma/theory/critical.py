@@ -1,0 +1,268 @@
+"""Theorem 3's critical points: found from many starts, told apart by the eigenvalues of the flow's Jacobian.
+
+The flow sees `v` through its norm and its products with the centres alone. So it is enough to search the span of the
+centres and one direction across it: every other critical point is one of those, turned about the span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+
+from joma.arguments import choice, whole
+from joma.theory.mixture import FLOWS, Unit, positive
+from joma.theory.moments import Values
+
+Starts = Float[np.ndarray, "start axis"]
+
+
+def jacobian(unit: Unit, v: ArrayLike) -> np.ndarray:
+    """Return ∂v̇/∂v [..., token, token] of the plain flow: the Hessian of `objective`, symmetric.
+
+        Σ_c a_c E[φ''(v·x + ξ) x xᵀ], with B_k = E[u^k φ''(r + nσu)] and e = v/n:
+        Σ_c a_c ( B_0 x̄x̄ᵀ + σB_1 (x̄eᵀ + ex̄ᵀ) + σ²B_2 eeᵀ + (σ tilt/n)(1 − eeᵀ) )
+
+    The B_k come from central differences: the whole is good to about 1e-9.
+
+    >>> jacobian(Unit.of("relu", [[1.0, 0.0]], [1.0]), [2.0, 0.0]).round(6) + 0.0
+    array([[0.      , 0.      ],
+           [0.      , 0.120985]])
+    """
+    return linearised(unit, unit.vectors(v))[1]
+
+
+def linearised(
+    unit: Unit, v: Float[np.ndarray, "*batch token"]
+) -> tuple[Float[np.ndarray, "*batch token"], Float[np.ndarray, "*batch token token"]]:
+    """Return v̇ and its Jacobian together, unchecked: they share the moments.
+
+    >>> linearised(Unit.of("linear", [[1.0, 0.0]], [1.0]), np.ones(2))[0]
+    array([1., 0.])
+    """
+    norm, a, sigma = np.linalg.norm(v, axis=-1, keepdims=True), unit.weights, unit.sigma
+    slope, tilt, b0, b1, b2 = unit.moments.curved(*unit.seen(v))
+    e, across = v / norm, sigma * (tilt @ a)[..., None] / norm
+    mixed = sigma * ((a * b1) @ unit.centres)[..., None] * e[..., None, :]
+    axial = (sigma**2 * (b2 @ a)[..., None] - across)[..., None] * e[..., None] * e[..., None, :]
+    between = np.einsum("...c,ci,cj->...ij", a * b0, unit.centres, unit.centres)
+    whole_space = across[..., None] * np.eye(v.shape[-1])
+    return (a * slope) @ unit.centres + across * v, between + mixed + mixed.mT + axial + whole_space
+
+
+# Each takes v, the drive, its Jacobian, λ and the radius to a field whose roots are the flow's critical points, and to
+# the Jacobian of that field.
+def _plain(_v: Values, drive: Values, jacobian: Values, _decay: float, _radius: float) -> tuple[Values, Values]:
+    return drive, jacobian
+
+
+def _decayed(v: Values, drive: Values, jacobian: Values, decay: float, _radius: float) -> tuple[Values, Values]:
+    return drive - decay * v, jacobian - decay * np.eye(v.shape[-1])
+
+
+def _sphere(v: Values, drive: Values, jacobian: Values, _decay: float, radius: float) -> tuple[Values, Values]:
+    """The drive across v, plus a term along v that vanishes on the sphere alone: its roots are the constrained ones."""
+    norm = np.linalg.norm(v, axis=-1, keepdims=True)
+    e, eye = v / norm, np.eye(v.shape[-1])
+    along = (drive * e).sum(-1, keepdims=True)
+    tangent, excess = drive - along * e, 1.0 - (norm / radius) ** 2
+    outer = e[..., None] * e[..., None, :]
+    turn = along[..., None] * (eye - outer) + e[..., None] * tangent[..., None, :]
+    turned = jacobian - outer @ jacobian - turn / norm[..., None]
+    return tangent + excess * v, turned + excess[..., None] * eye - 2 * (norm / radius)[..., None] ** 2 * outer
+
+
+Residual = Callable[[Values, Values, Values, float, float], tuple[Values, Values]]
+RESIDUALS: dict[str, Residual] = {"plain": _plain, "sphere": _sphere, "decayed": _decayed}
+
+
+@dataclass(frozen=True)
+class CriticalPoints:
+    """The critical points of one flow, the highest objective first.
+
+    Attributes:
+        points: v [point, token]. One that lies off the span of the centres stands for all its turns about the span.
+        residual: ‖v̇‖ relative to the terms that cancel in it [point].
+        eigenvalues: of the Jacobian, ascending [point, token]; on the sphere of the tangent one [point, token − 1].
+        kind: `stable` (all eigenvalues negative), `unstable` (all positive), `saddle` (both) or `degenerate` (a zero).
+        cosine: between v and each centre [point, component].
+        value: the flow's objective [point].
+    """
+
+    points: Float[np.ndarray, "point token"]
+    residual: Float[np.ndarray, " point"]
+    eigenvalues: Float[np.ndarray, "point eigenvalue"]
+    kind: tuple[str, ...]
+    cosine: Float[np.ndarray, "point component"]
+    value: Float[np.ndarray, " point"]
+
+    def of_kind(self, kind: str) -> np.ndarray:
+        """Return the numbers of the points of that kind, the highest objective first."""
+        return np.flatnonzero(np.array(self.kind, dtype=str) == kind)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """One flow of one unit, as equations to solve."""
+
+    unit: Unit
+    flow: str
+    decay: float
+    radius: float
+
+    def field(self, v: Values) -> tuple[Values, Values]:
+        return RESIDUALS[self.flow](v, *linearised(self.unit, v), self.decay, self.radius)
+
+    def starts(self, count: int, generator: np.random.Generator) -> Starts:
+        """Random directions, the centres and their opposites; norms of every size that the flow's terms can balance.
+
+        A third of them climb the objective first and a third go down, towards the points that are stable and unstable:
+        far from those ‖field‖ has minima of its own, and they would catch most starts.
+        """
+        x, size = self.unit.centres, np.linalg.norm(self.unit.centres, axis=-1)
+        directions = np.concatenate([x[size > 0], -x[size > 0], generator.normal(size=(count, x.shape[1]))])
+        directions /= np.linalg.norm(directions, axis=-1, keepdims=True)
+        far = np.abs(self.unit.weights) @ (size + self.unit.sigma) / self.decay
+        low, high = sorted((0.05 / self.unit.sigma, max(far, 20.0 / self.unit.sigma)))
+        norms = np.exp(generator.uniform(np.log(low), np.log(high), size=(len(directions), 1)))
+        v = directions * (self.radius if self.flow == "sphere" else norms)
+        return np.concatenate([v[::3], self.climbed(v[1::3], 1.0), self.climbed(v[2::3], -1.0)])
+
+    def climbed(
+        self, v: Float[np.ndarray, "start axis"], sign: float, steps: int = 40
+    ) -> Float[np.ndarray, "start axis"]:
+        """Follow the flow, or go against it, by steps that grow while the objective rises or falls as it should."""
+        value, step = self.value(v), np.full((len(v), 1), 0.1)
+        for _ in range(steps):
+            ahead = FLOWS[self.flow](self.unit.drive(v), v, self.decay)
+            size, norm = (np.linalg.norm(part, axis=-1, keepdims=True) for part in (ahead, v))
+            trial = v + sign * step * norm * ahead / np.maximum(size, 1e-100)  # a silent unit stays where it is
+            if self.flow == "sphere":
+                trial *= self.radius / np.linalg.norm(trial, axis=-1, keepdims=True)
+            reached = self.value(trial)
+            better = sign * (reached - value) > 0
+            v, value = np.where(better[:, None], trial, v), np.where(better, reached, value)
+            step = np.minimum(step * np.where(better, 1.5, 0.3)[:, None], 0.5)
+        return v
+
+    def value(self, v: Values) -> Values:
+        """The objective that the flow climbs, unchecked."""
+        mean = self.unit.moments.mean(*self.unit.seen(v)) @ self.unit.weights
+        return mean - self.decay / 2 * (v**2).sum(-1) if self.flow == "decayed" else mean
+
+    def relative(self, v: Float[np.ndarray, "point axis"]) -> Float[np.ndarray, " point"]:
+        """The field relative to the terms that cancel in it, so that a dead unit, where all are tiny, is no root."""
+        slope, tilt = self.unit.moments.slopes(*self.unit.seen(v))
+        terms = np.abs(slope) * np.linalg.norm(self.unit.centres, axis=-1) + self.unit.sigma * np.abs(tilt)
+        size, rest = terms @ np.abs(self.unit.weights), np.linalg.norm(self.field(v)[0], axis=-1)
+        return np.divide(rest, size, out=np.full(len(v), np.inf), where=size > 1e-100)  # a norm squares
+
+    def describe(self, v: Float[np.ndarray, "point token"]) -> CriticalPoints:
+        order = np.argsort(-self.value(v), kind="stable")
+        v, decay = v[order], self.decay if self.flow == "decayed" else 0.0
+        norm = np.linalg.norm(v, axis=-1, keepdims=True)
+        drive, jacobian = linearised(self.unit, v)
+        jacobian = jacobian - decay * np.eye(v.shape[-1])
+        if self.flow == "sphere":
+            tangent = np.linalg.qr(v[..., None], mode="complete").Q[..., 1:]
+            along = (drive * v).sum(-1)[:, None, None] / norm[..., None] ** 2
+            jacobian = tangent.mT @ jacobian @ tangent - along * np.eye(v.shape[-1] - 1)
+        eigenvalues = np.linalg.eigvalsh((jacobian + jacobian.mT) / 2)
+        centres = self.unit.centres / np.maximum(np.linalg.norm(self.unit.centres, axis=-1, keepdims=True), 1e-300)
+        kinds = tuple(_kind(row) for row in eigenvalues)
+        return CriticalPoints(v, self.relative(v), eigenvalues, kinds, (v / norm) @ centres.T, self.value(v))
+
+
+def _kind(eigenvalues: Float[np.ndarray, " eigenvalue"]) -> str:
+    if (np.abs(eigenvalues) <= 1e-6 * np.abs(eigenvalues).max(initial=0.0)).any():
+        return "degenerate"
+    if (eigenvalues < 0).all():
+        return "stable"
+    return "unstable" if (eigenvalues > 0).all() else "saddle"
+
+
+def _span_and_one_more(centres: Float[np.ndarray, "component token"]) -> Float[np.ndarray, "token axis"]:
+    _, sizes, axes = np.linalg.svd(centres)
+    rank = int((sizes > 1e-10 * sizes.max(initial=1e-300)).sum())
+    return axes[: rank + 1].T
+
+
+def _distinct(points: Float[np.ndarray, "point axis"]) -> Float[np.ndarray, "distinct axis"]:
+    kept: list[np.ndarray] = []
+    for point in points:
+        if all(np.linalg.norm(point - other) > 1e-5 * np.linalg.norm(point) for other in kept):
+            kept.append(point)
+    return np.array(kept).reshape(-1, points.shape[1])
+
+
+def _descend(field: Callable[[Values], tuple[Values, Values]], v: Starts, steps: int = 60) -> Starts:
+    """Levenberg–Marquardt on ‖field‖², all starts at once; a start leaves the batch when it no longer moves."""
+    g, jacobian = field(v)
+    v, damping, moving = v.copy(), np.full(len(v), 1e-2), np.ones(len(v), dtype=bool)
+    tiny = 1e-6 * np.linalg.norm(v, axis=-1).min()  # zero is no point of these flows, but decay leads there
+    for _ in range(steps):
+        j, norm = jacobian[moving], np.linalg.norm(v[moving], axis=-1)
+        normal = j.mT @ j
+        weight = damping[moving] * np.trace(normal, axis1=-2, axis2=-1) + 1e-200
+        damped, rest = normal + weight[:, None, None] * np.eye(v.shape[1]), j.mT @ g[moving][..., None]
+        step = -np.linalg.solve(damped, rest)[..., 0]
+        length = np.linalg.norm(step, axis=-1)
+        step *= np.minimum(1.0, 0.9 * norm / np.maximum(length, 1e-300))[:, None]
+        trial_g, trial_jacobian = field(v[moving] + step)
+        better = np.linalg.norm(trial_g, axis=-1) < np.linalg.norm(g[moving], axis=-1)
+        at = np.flatnonzero(moving)
+        v[at[better]] += step[better]
+        g[at[better]], jacobian[at[better]] = trial_g[better], trial_jacobian[better]
+        damping[at] = np.maximum(damping[at] * np.where(better, 0.1, 8.0), 1e-12)
+        sunk = np.linalg.norm(v[at], axis=-1) < tiny
+        moving[at] = (better | (length > 1e-9 * norm)) & (damping[at] < 1e8) & ~sunk
+        if not moving.any():
+            break
+    return v
+
+
+def critical_points(
+    unit: Unit,
+    *,
+    generator: np.random.Generator,
+    flow: str = "plain",
+    decay: float = 0.1,
+    radius: float = 1.0,
+    starts: int = 64,
+) -> CriticalPoints:
+    """Find the critical points of Theorem 3's flow and tell how stable they are.
+
+    Levenberg–Marquardt from `starts` random starts at once, in the span of the centres and one direction across it,
+    two thirds of them moved up or down the objective first; points whose relative residual is below 1e-9 are kept,
+    once each. It may miss points: on the sphere compare the Euler characteristic, Σ (−1)^(unstable directions) =
+    1 + (−1)^(tokens − 1), where none is degenerate.
+
+    Args:
+        unit: from `Unit.of`.
+        generator: of the starts.
+        flow: `plain`, `sphere` (‖v‖ held at `radius`) or `decayed` (−λv).
+        decay: λ > 0 of the decayed flow.
+        radius: of the sphere.
+        starts: how many.
+
+    Returns:
+        `CriticalPoints`.
+
+    >>> found = critical_points(Unit.of("relu", [[2.0, 0.0]], [1.0]), flow="sphere", generator=np.random.default_rng(0))
+    >>> found.kind, found.points.round(6)
+    (('stable', 'unstable'), array([[ 1.,  0.], [-1.,  0.]]))
+    """
+    choice("flow", flow, RESIDUALS)
+    rates = float(positive("decay", decay, ndim=0)), float(positive("radius", radius, ndim=0))
+    problem = _Problem(unit, flow, *rates)
+    basis = _span_and_one_more(unit.centres)
+    reduced = replace(problem, unit=replace(unit, centres=unit.centres @ basis))
+    found = _descend(reduced.field, reduced.starts(whole("starts", starts), generator))
+    found = found[reduced.relative(found) < 1e-9]
+    if basis.shape[1] < basis.shape[0]:
+        found[:, -1] = np.abs(found[:, -1])  # its turns about the span are one point
+    points = _distinct(found) @ basis.T
+    return problem.describe(points)
