@@ -54,7 +54,7 @@ def _rise(height: xr.DataArray) -> xr.DataArray:
 
 
 def verdicts(run: xr.Dataset) -> dict[str, str]:
-    return {claim.name: claim.judge(run, "quick")["verdict"] for claim in study.CLAIMS}
+    return {claim.name: claim.judge(run, "paper")["verdict"] for claim in study.CLAIMS}
 
 
 def curves(*values: list[float], steps: list[int]) -> xr.DataArray:

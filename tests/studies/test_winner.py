@@ -51,7 +51,9 @@ def test_it_is_drawn_from_the_dataset_alone(trajectory):
     assert len(draw_figure_3(trajectory).axes) == 5
 
 
-@pytest.mark.parametrize("change", [{"tokens": 1}, {"samples": 0}, {"steps": 10}, {"until": 1.5}, {"figure_3_steps": -1}])
+@pytest.mark.parametrize(
+    "change", [{"tokens": 1}, {"samples": 0}, {"steps": 10}, {"until": 1.5}, {"figure_3_steps": -1}]
+)
 def test_bad_config(change):
     with pytest.raises(InputError):
         run(replace(SMALL, **change), Context((0,)))

@@ -4,5 +4,6 @@ Nothing here imports the theory: the two meet in the studies, or their agreement
 """
 
 from joma.models.block import ACTIVATIONS, ATTENTIONS, Block
+from joma.models.transformer import Decoder, DecoderConfig
 
-__all__ = ["ACTIVATIONS", "ATTENTIONS", "Block"]
+__all__ = ["ACTIVATIONS", "ATTENTIONS", "Block", "Decoder", "DecoderConfig"]

@@ -50,13 +50,7 @@ def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> T
 def claims(title: str, records: Iterable[Mapping[str, Any]]) -> Table:
     """What was said, what was expected, what was measured over the seeds, and the verdict."""
     rows = (
-        (
-            record["said"],
-            record["expected"],
-            spread(record["measured"]),
-            MARKS.get(record["verdict"], record["verdict"]),
-        )
-        for record in records
+        (record["said"], record["expected"], spread(record["measured"]), MARKS[record["verdict"]]) for record in records
     )
     return grid(title, ("said", "expected", "measured", "verdict"), rows)
 

@@ -16,6 +16,9 @@ MODULES = {
     "sparse-dense": "joma.studies.sparse_dense",
     "critical-points": "joma.studies.critical_points",
     "cooccurrence": "joma.studies.cooccurrence",
+    "alignment": "joma.studies.alignment",
+    "scan-snap": "joma.studies.scan_snap",
+    "hierarchy-order": "joma.studies.hierarchy_order",
 }
 
 

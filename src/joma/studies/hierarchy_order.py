@@ -34,6 +34,8 @@ LEVELS = len(DEEP)  # heights 1 to 3 and, as height 4, the root
 LAYERS = 3
 SIBLINGS, COUSINS = 1, 2  # heights in the deep tree; the shallow tree's lowest latents join both kinds directly
 DOUBLED = math.log(2)
+# In the short run cousins end below the doubling of their odds: in which layer they are associated is not decided yet.
+LONG = ("paper",)
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,13 @@ class Config:
     """Tokens hidden, and asked for, in each sequence."""
     width: int = 32
     rate: float = 3e-3
-    steps: int = 400
+    steps: int = 360
     batch: int = 48
-    pool: int = 400
+    pool: int = 360
     """Minibatches drawn; they are taken in turn, again and again."""
     probes: int = 256
     """Sequences, not trained on, over which attention is averaged."""
-    moments: int = 40
+    moments: int = 36
     """How often attention is measured."""
 
 
@@ -405,6 +407,7 @@ CLAIMS = (
         "centres, in layers.",
         above_siblings,
         at_least(0.0),
+        presets=LONG,
     ),
     Claim(
         "higher",
@@ -412,12 +415,14 @@ CLAIMS = (
         "centres, in layers.",
         lambda run: higher(run, "shallow"),
         at_least(0.0),
+        presets=LONG,
     ),
     Claim(
         "higher-matched",
         "The intermediate latent itself lifts them: a higher layer than in the shallow tree of equal co-occurrence.",
         lambda run: higher(run, "matched"),
         at_least(0.0),
+        presets=LONG,
     ),
     Claim(
         "higher-beyond-root",
@@ -425,6 +430,7 @@ CLAIMS = (
         "gain beyond those that only the root joins.",
         lambda run: higher(run, "shallow", where_beyond_root),
         at_least(0.0),
+        presets=LONG,
     ),
 )
 
@@ -531,9 +537,7 @@ STUDY = Study(
     presets={
         "quick": Preset(Config(), seeds=3, seconds=40),
         "paper": Preset(
-            Config(width=64, rate=1e-3, steps=3000, batch=128, pool=1000, probes=512, moments=100),
-            seeds=10,
-            seconds=3600,
+            Config(width=64, rate=2e-3, steps=2000, batch=96, pool=1000, probes=512, moments=100), seeds=8, seconds=2000
         ),
     },
     run=run,
@@ -561,4 +565,5 @@ STUDY = Study(
             "averaged over training and seeds, for one layer and as the mean of three.",
         ),
     },
+    threads=1,
 )

@@ -205,7 +205,8 @@ class _Training(Generic[Model]):
         """
         if not self.rule.state and not isinstance(self.rule, torch.optim.SGD):
             self._first_update()
-        kept = {name: tensor.clone() for name, tensor in self._tensors().items()}
+        kept = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()}
+        self.rule.zero_grad()
         aside = torch.cuda.Stream()
         with _compiled_parts(self.model, enabled=self.compiled):
             aside.wait_stream(torch.cuda.current_stream())
@@ -229,7 +230,7 @@ class _Training(Generic[Model]):
 
     def _first_update(self) -> None:
         """Let the rule make its moments, and undo the update: a captured step needs them to be there."""
-        before = {name: tensor.clone() for name, tensor in self._tensors().items()}
+        before = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()}
         self._backward()
         self.rule.step()
         with torch.no_grad():
@@ -298,7 +299,7 @@ def _compiled_parts(model: nn.Module, *, enabled: bool) -> Iterator[None]:
     parts = [part for part in model.modules() if repeated is not None and isinstance(part, repeated)]
     with torch._dynamo.config.patch(recompile_limit=64):
         for part in parts:
-            part.compile()
+            part.compile(dynamic=True)  # one graph for every number of samples and positions
         try:
             yield
         finally:

@@ -98,10 +98,11 @@ def captured_update(rule: torch.optim.Optimizer) -> None:
     decoupled = isinstance(rule, torch.optim.AdamW)
     update = torch.compile(adam_update, dynamic=True)
     with torch.no_grad():
+        steps = [state["step"] for state in rule.state.values()]
+        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]  (one launch for all)
         for group in rule.param_groups:
             for own in group["params"]:
                 state = rule.state[own]
-                state["step"] += 1
                 flat = (part.reshape(-1) for part in (own, own.grad, state["exp_avg"], state["exp_avg_sq"]))
                 options = {"rate": group["lr"], "decay": group["weight_decay"], "decoupled": decoupled}
                 update(*flat, step=state["step"], **options)
@@ -121,7 +122,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Float[Te
             [0.3000, 0.4000]])
     """
     gradients = [own.grad for own in parameters if own.grad is not None]
-    squares = torch.stack([gradient.flatten(1).square().sum(dim=1) for gradient in gradients])
+    squares = torch.stack([gradient.reshape(len(gradient), -1).square().sum(dim=1) for gradient in gradients])
     norm = squares.sum(dim=0).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
