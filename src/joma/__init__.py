@@ -5,7 +5,7 @@ measurement side by side, claim by claim. The public names are imported on first
 
 >>> import joma
 >>> joma.theory.growth.linear([0.9, 0.7], t=1.0)
-array([1.2..., 0.8...])
+array([1.076..., 0.769...])
 """
 
 from __future__ import annotations

@@ -164,6 +164,6 @@ def test_overlapping_embeddings_have_one_cosine(columns, cosine):
     ],
 )
 def test_bad_configs_are_named_before_any_training(changes, names, monkeypatch):
-    monkeypatch.setattr("joma.studies.invariance.fit", lambda *_, **__: pytest.fail("training began"))
+    monkeypatch.setattr(Context, "fit", lambda *_, **__: pytest.fail("training began"))
     with pytest.raises(InputError, match=f"`{names}`"):
         run(replace(SMALL, **changes), Context((0,)))

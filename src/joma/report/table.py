@@ -55,9 +55,15 @@ def claims(title: str, records: Iterable[Mapping[str, Any]]) -> Table:
     return grid(title, ("said", "expected", "measured", "verdict"), rows)
 
 
+class _Pipe(Console):
+    def on_broken_pipe(self) -> None:
+        """A reader that has seen enough, `head` say, is no error: leave the verdict to the command line."""
+        raise BrokenPipeError
+
+
 def show(table: Table) -> None:
     """Print a table to standard output; a pipe gets 120 columns."""
-    console = Console()
+    console = _Pipe()
     if not console.is_terminal:
-        console = Console(width=120)
+        console = _Pipe(width=120)
     console.print(table)

@@ -336,12 +336,13 @@ STUDY = Study(
                 records=12,
             ),
             seeds=3,
-            seconds=40,
+            seconds=30,
         ),
         "paper": Preset(Config(), seeds=5, seconds=20_000),
     },
     run=run,
     claims=CLAIMS,
+    threads=1,
     figures={
         "table": Drawing(
             draw_table,

@@ -138,13 +138,14 @@ def _ball(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 def _compared(config: Config, case: _Case, generator: np.random.Generator) -> xr.Dataset:
     """One full flow with the steps of the ladder beside it."""
     times = np.linspace(0, config.horizon, config.times)
-    (flow, w0, z0), tolerances = case.block(), flows.Options(rtol=1e-7, atol=1e-9, bound=BLOWN_UP**2 / 2)
-    coupled = flow.solve(times, w0, z0, **tolerances)
+    flow, w0, z0 = case.block()
+    coupled = flow.solve(times, w0, z0, rtol=1e-7, atol=1e-9, bound=BLOWN_UP**2 / 2)  # its logits, v²/2, are states
+    folded = flow.solve_folded(times, w0, z0, rtol=1e-7, atol=1e-9, bound=BLOWN_UP)
     rate, centre = case.stable_point(config.starts, generator)
     start = np.full(len(centre), START)
     start_rate, start_centre = fixed_centre(case.unit, start, flow=case.full, decay=case.decay)
     ladder = {
-        "folded": flow.solve_folded(times, w0, z0, **tolerances).v[:, :, 0],
+        "folded": folded.v[:, :, 0],
         "averaged": case.averaged(times),
         "reduced at rest": growth.nonlinear(centre, rate * times, start),
         "reduced at the start": np.zeros((0, len(centre))),
