@@ -84,10 +84,12 @@ class Run:
 
     def print(self, title: str, outcome: Any) -> None:
         """Print one study's claims as a table."""
+        from rich.markup import escape
+
         from joma.report.table import claims, show
 
         when = "was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s"
-        show(claims(f"{outcome.study}: {title}\n[not bold]{outcome.path}, {when}[/]", outcome.claims))
+        show(claims(f"{outcome.study}: {title}\n[not bold]{escape(str(outcome.path))}, {when}[/]", outcome.claims))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ LAYERS = 3
 SIBLINGS, COUSINS = 1, 2  # heights in the deep tree; the shallow tree's lowest latents join both kinds directly
 DOUBLED = math.log(2)
 # In the short run cousins end below the doubling of their odds: in which layer they are associated is not decided yet.
-LONG = ("paper",)
 
 
 @dataclass(frozen=True)
@@ -407,7 +406,6 @@ CLAIMS = (
         "centres, in layers.",
         above_siblings,
         at_least(0.0),
-        presets=LONG,
     ),
     Claim(
         "higher",
@@ -415,14 +413,12 @@ CLAIMS = (
         "centres, in layers.",
         lambda run: higher(run, "shallow"),
         at_least(0.0),
-        presets=LONG,
     ),
     Claim(
         "higher-matched",
         "The intermediate latent itself lifts them: a higher layer than in the shallow tree of equal co-occurrence.",
         lambda run: higher(run, "matched"),
         at_least(0.0),
-        presets=LONG,
     ),
     Claim(
         "higher-beyond-root",
@@ -430,7 +426,6 @@ CLAIMS = (
         "gain beyond those that only the root joins.",
         lambda run: higher(run, "shallow", where_beyond_root),
         at_least(0.0),
-        presets=LONG,
     ),
 )
 
