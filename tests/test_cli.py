@@ -169,3 +169,10 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("default:mind the gap")
+def test_a_warning_is_one_line(tmp_path, capsys):
+    code, _, err = joma("run", "--out", tmp_path, "--set", "mode=warn", capsys=capsys)
+    assert code == 0
+    assert err == "joma: warning: mind the gap\n"

@@ -82,3 +82,19 @@ def test_a_missing_trajectory_is_named(tmp_path):
     (run.path / TRAJECTORY).unlink()
     with pytest.raises(StorageError, match=r"trajectory\.nc is missing"):
         read_claims(run.path)
+
+
+def test_a_folder_of_another_run_is_refused_and_kept(tmp_path):
+    run = finished(tmp_path)
+    file = run.path / "config.json"
+    file.write_text(file.read_text().replace('"version": 1', '"version": 7'))
+    with pytest.raises(StorageError, match=r"holds another run \(study 'study', version 7\)"), run.hold():
+        pass
+    assert '"version": 7' in file.read_text()
+
+
+def test_a_run_is_no_folder_for_runs(tmp_path):
+    inside = a_run(finished(tmp_path).path)
+    with pytest.raises(StorageError, match="is itself a run; choose a folder"), inside.hold():
+        pass
+    assert not inside.path.exists()

@@ -1,5 +1,6 @@
 """A study of nothing much, to test what surrounds studies: its config makes it diverge, fail or be interrupted."""
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,8 @@ def run(config: Config, context: Context) -> xr.Dataset:
     calls.append(config)
     if config.mode == "crash":
         raise RuntimeError("a defect")
+    if config.mode == "warn":
+        warnings.warn("mind the gap", UserWarning, stacklevel=1)
     if config.mode == "interrupt":
         raise KeyboardInterrupt
     if config.points < 2:

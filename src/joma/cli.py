@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -215,7 +216,9 @@ def main(args: list[str] | None = None) -> int:
     from joma.files import StorageError
 
     try:
-        code = command()
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
+            code = command()
         sys.stdout.flush()
     except (InputError, StorageError) as problem:
         complain(str(problem))

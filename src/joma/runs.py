@@ -53,9 +53,22 @@ class Run:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Lock the run's folder for this process."""
+        """Lock the run's folder for this process, unless it or the folder above is something else."""
+        if (self.out / "config.json").exists():
+            raise StorageError(f"{self.out} is itself a run; choose a folder that holds runs with `--out`.")
         with lock(self.path):
+            self._check()
             yield
+
+    def _check(self) -> None:
+        """Refuse a folder that was written by another run, such as one that was copied or edited by hand."""
+        file = self.path / "config.json"
+        if not file.exists():
+            return
+        there = {key: value for key, value in read_json(file).items() if key != "preset"}
+        if there != json.loads(json.dumps(self.identity)):
+            said = f"study {there.get('study')!r}, version {there.get('version')}"
+            raise StorageError(f"{self.path} holds another run ({said}); move it away or choose another `--out`.")
 
     @property
     def finished(self) -> bool:
