@@ -286,7 +286,7 @@ CLAIMS = (
     ),
     Claim(
         "correlation-random",
-        "The same with random tokens.",
+        "Figure 2 with random tokens: ẑ follows z (correlation after training).",
         lambda run: at_end(run, "correlation", **FIGURE_2, kind="random"),
         at_least(0.95),
     ),
@@ -304,7 +304,7 @@ CLAIMS = (
     ),
     Claim(
         "ledger-flow",
-        "Without the step term, as along the flow, what is left is of the order of the rate: the same at the end.",
+        "Without the step term, as along the flow, what is left is of the order of the rate (at the end).",
         lambda run: worst(at_end(run, "error", attention="softmax", correction="gap")),
         at_most(0.01),
     ),

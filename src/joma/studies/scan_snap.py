@@ -413,7 +413,7 @@ CLAIMS = (
     ),
     Claim(
         "order-slower",
-        "The same where the decoder is the slower one, which the paper leaves out.",
+        "The order follows co-occurrence where the decoder is the slower one, which the paper leaves out.",
         lambda run: spearman(run, "slower"),
         at_least(1.0),
     ),
