@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from joma import open_run
 from joma.files import StorageError
 from joma.train import Optimiser, fit
 from joma.train.checkpoint import Checkpoints, DamagedCheckpoint
@@ -141,3 +142,31 @@ def test_ctrl_c_saves_and_ends(tmp_path, number):
     assert generation is not None
     assert 0 < generation.step < 10**6
     assert not bool(generation.tensors["finished"])
+
+
+def command(out):
+    """A whole study from the command line, small: four arms, one after the other."""
+    small = ("width=16", "hidden=32", "steps=120", "records=4")
+    changes = [word for change in small for word in ("--set", change)]
+    return [sys.executable, "-m", "joma", "run", "alignment", "--out", str(out), "--seeds", "2", *changes]
+
+
+def finished(out):
+    return next(iter(out.glob("alignment/*/trajectory.nc")), None)
+
+
+def test_a_study_that_was_killed_goes_on_with_the_same_command(tmp_path):
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    assert subprocess.run(command(whole), capture_output=True, check=False).returncode in (0, 1)
+    for arms in (1, 3):  # killed after the first arm's checkpoints appear, and after the third's
+        process = subprocess.Popen(command(torn), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while len(list(torn.glob("alignment/*/checkpoints/*/*.sha256"))) < arms and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    assert finished(torn) is None
+    assert subprocess.run(command(torn), capture_output=True, check=False).returncode in (0, 1)
+    first, second = (open_run(finished(out)) for out in (whole, torn))
+    assert first.drop_attrs().identical(second.drop_attrs())
+    for file in whole.glob("alignment/*/checkpoints/*/120.safetensors"):
+        assert file.read_bytes() == (torn / file.relative_to(whole)).read_bytes()

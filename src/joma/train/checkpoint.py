@@ -6,9 +6,11 @@ an older generation is removed only after the new one is whole; so whenever the 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,17 +42,19 @@ class Checkpoints:
 
     def save(self, step: int, tensors: Mapping[str, Tensor], *, keep: int = KEPT) -> None:
         """Write a generation, whole, and drop all but the newest `keep`."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         file = self.folder / f"{step}.safetensors"
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
 
         def write(temporary: Path) -> None:
-            save_file(plain, temporary)
+            temporary.write_bytes(content)
             temporary.chmod(0o644)
 
-        write_whole(file, write)
-        write_text(_sum_of(file), f"{checksum(file)}  {file.name}\n")
+        with ThreadPoolExecutor(1) as beside:  # the checksum is made while the disk is written
+            digest = beside.submit(lambda: hashlib.sha256(content).hexdigest())
+            write_whole(file, write)
+        write_text(_sum_of(file), f"{digest.result()}  {file.name}\n")
         for old in self._steps()[:-keep]:
             self._remove(old)
 
