@@ -4,7 +4,7 @@ import sys
 import time
 from importlib import import_module
 
-NAMES = ("growth", "invariants", "hierarchy", "startup")
+NAMES = ("growth", "invariants", "hierarchy", "startup", "training")
 
 
 def main(names: list[str]) -> int:

@@ -63,6 +63,27 @@ def real(
     return array
 
 
+def positive(name: str, value: ArrayLike, *, ndim: int | None = None) -> np.ndarray:
+    """Return `value` as a float64 array above zero, or raise `InputError`.
+
+    >>> positive("sigma", 2)
+    array(2.)
+    """
+    array = real(name, value, ndim=ndim, low=0.0)
+    if (array == 0.0).any():
+        raise InputError(name, "above 0", 0, "give positive values")
+    return array
+
+
+def scalar(name: str, value: float, *, above: bool = False) -> float:
+    """Return `value` as one number of at least 0, or above 0.
+
+    >>> scalar("temperature", 0.5, above=True)
+    0.5
+    """
+    return float(positive(name, value, ndim=0) if above else real(name, value, ndim=0, low=0.0))
+
+
 def _interval(low: float, high: float) -> str:
     if np.isinf(high):
         return f"at least {low:g}"

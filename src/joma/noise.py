@@ -25,6 +25,18 @@ WORD = 0xFFFFFFFF
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # modulo 2³² the signed multiplier is the unsigned one
 
 
+def streams(generators: Sequence[torch.Generator]) -> Sequence[torch.Generator]:
+    """Return `generators`, checked to be one random stream for each seed.
+
+    >>> len(streams([torch.Generator().manual_seed(seed) for seed in range(3)]))
+    3
+    """
+    if not generators or not all(isinstance(one, torch.Generator) for one in generators):
+        remedy = "pass `[torch.Generator().manual_seed(seed) for seed in seeds]`"
+        raise InputError("generators", "one torch.Generator for each seed", generators, remedy)
+    return generators
+
+
 def key(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
     """Return two words for each seed at this step, to be given to `uniform` and `dropout` together with a site.
 

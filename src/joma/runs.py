@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,7 @@ from typing import Any
 
 import xarray as xr
 
+from joma.arguments import InputError
 from joma.files import StorageError, checksum, lock, read_json, write_json, write_whole
 
 TRAJECTORY = "trajectory.nc"
@@ -53,12 +55,24 @@ class Run:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Lock the run's folder for this process, unless it or the folder above is something else."""
+        """Lock the run's folder for this process, unless it or the folder above is something else.
+
+        Bad input that is found inside leaves nothing behind: the folders that were made for it go again.
+        """
         if (self.out / "config.json").exists():
             raise StorageError(f"{self.out} is itself a run; choose a folder that holds runs with `--out`.")
-        with lock(self.path):
-            self._check()
-            yield
+        made = [folder for folder in (self.path, self.path.parent, self.out) if not folder.exists()]
+        try:
+            with lock(self.path):
+                self._check()
+                yield
+        except InputError:
+            if self.path in made:
+                shutil.rmtree(self.path)
+            for folder in made[1:]:
+                with suppress(OSError):  # another run may be there by now
+                    folder.rmdir()
+            raise
 
     def _check(self) -> None:
         """Refuse a folder that was written by another run, such as one that was copied or edited by hand."""

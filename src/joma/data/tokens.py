@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from joma.arguments import InputError, choice, real, whole
+from joma.noise import streams
 
 WIDTH = 30.0  # of the bumps of `gaussian`, as twice a variance, in tokens squared
 
@@ -95,7 +96,7 @@ def token_classes(
     if distinct + common == 0:
         raise InputError("distinct + common", "at least 1", 0, "give the classes some tokens")
     shape = (distinct + common, classes)  # token by token: every class's weight for one token is drawn together
-    uniform = torch.stack([torch.rand(shape, generator=g, dtype=dtype) / 2 for g in _each(generators)])
+    uniform = torch.stack([torch.rand(shape, generator=g, dtype=dtype) / 2 for g in streams(generators)])
     weight = weigh(uniform, distinct).mT
     return TokenClasses(
         frequency=(weight / weight.sum(dim=-1, keepdim=True)).contiguous(),
@@ -144,7 +145,7 @@ def sequence_classes(
     variation = float(real("variation", variation, ndim=0, low=0.0, high=1.0))
     labels = queries * classes
     drawn = []
-    for generator in _each(generators):
+    for generator in streams(generators):
         own = torch.rand(labels, distinct, generator=generator, dtype=dtype)
         level = torch.rand(common, generator=generator, dtype=dtype)
         differs = torch.rand(labels, common, generator=generator, dtype=dtype)
@@ -184,7 +185,7 @@ def contexts(
     True
     """
     samples, length = whole("samples", samples), whole("length", length)
-    _check_frequency(frequency, len(_each(generators)))
+    _check_frequency(frequency, len(streams(generators)))
     labels, tokens = [], []
     for own, generator in zip(frequency, generators, strict=True):
         label = torch.randint(len(own), (samples,), generator=generator)
@@ -194,13 +195,6 @@ def contexts(
     counts = torch.zeros(*token.shape[:2], frequency.shape[-1], dtype=frequency.dtype)
     counts.scatter_add_(-1, token, torch.ones_like(token, dtype=frequency.dtype))
     return Contexts(token=token, frequency=counts / length, label=torch.stack(labels))
-
-
-def _each(generators: Sequence[torch.Generator]) -> Sequence[torch.Generator]:
-    if not generators or not all(isinstance(g, torch.Generator) for g in generators):
-        remedy = "pass `[torch.Generator().manual_seed(seed) for seed in seeds]`"
-        raise InputError("generators", "one torch.Generator for each seed", generators, remedy)
-    return generators
 
 
 def _check_frequency(frequency: Tensor, seeds: int) -> None:

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, real, whole
+from joma.noise import streams
 
 
 def _linear(z: Tensor, x: Tensor) -> Tensor:
@@ -93,9 +94,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         tokens, hidden, queries = whole("tokens", tokens), whole("hidden", hidden), whole("queries", queries)
-        if not generators or not all(isinstance(g, torch.Generator) for g in generators):
-            remedy = "pass `[torch.Generator().manual_seed(seed) for seed in seeds]`"
-            raise InputError("generators", "one torch.Generator for each seed", generators, remedy)
+        streams(generators)
         self.attention = choice("attention", attention, ATTENTIONS)
         self.activation = choice("activation", activation, ACTIVATIONS)
         self.temperature = _temperature(temperature, attention)

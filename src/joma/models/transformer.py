@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, whole
 from joma.models.block import ACTIVATIONS
-from joma.noise import dropout
+from joma.noise import dropout, streams
 
 CHOICES: dict[str, dict[str, str]] = {
     "norm": {"pre": "x + f(norm(x)), and norm(x) at the end", "post": "norm(x + f(x))", "none": "x + f(x)"},
@@ -262,9 +262,7 @@ class Decoder(nn.Module):
         self, config: DecoderConfig, *, generators: Sequence[torch.Generator], dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        if not generators or not all(isinstance(g, torch.Generator) for g in generators):
-            remedy = "pass `[torch.Generator().manual_seed(seed) for seed in seeds]`"
-            raise InputError("generators", "one torch.Generator for each seed", generators, remedy)
+        streams(generators)
         self.config, width, draw = config, config.width, _Draw(INITS[config.init], generators, dtype)
         self.embedding = draw("embedding", config.vocabulary, width)
         self.register_buffer("positions", None, persistent=False)

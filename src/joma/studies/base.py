@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xarray as xr
 
-from joma.arguments import choice, whole
+from joma.arguments import InputError, choice, whole
 from joma.progress import SILENT, Progress
 from joma.runs import Run, read_claims
 
@@ -232,7 +232,10 @@ def execute(
     chosen = choice("preset", preset, study.presets)
     config = chosen.config if config is None else config
     count = chosen.seeds if seeds is None else whole("seeds", seeds)
-    run = Run(Path(out), study.name, study.version, dataclasses.asdict(config), tuple(range(count)))
+    fields = dataclasses.asdict(config)
+    for name, value in fields.items():
+        _numbers(name, value)
+    run = Run(Path(out), study.name, study.version, fields, tuple(range(count)))
     with run.hold():
         if run.finished:
             record = read_claims(run.path)
@@ -247,6 +250,15 @@ def execute(
         wall_time = time.perf_counter() - begun
         run.finish(claims, wall_time=wall_time)
     return Outcome(study.name, preset, run.path, claims, wall_time, reused=False)
+
+
+def _numbers(name: str, value: Any) -> None:
+    """Refuse NaN and infinities anywhere in a config: they are no JSON, and no study means them."""
+    if isinstance(value, (tuple, list)):
+        for one in value:
+            _numbers(name, one)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InputError(name, "finite", value, "give a finite number")
 
 
 @contextmanager

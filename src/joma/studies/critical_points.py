@@ -9,14 +9,14 @@ import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
 
-from joma.arguments import InputError, choice, real, whole
+from joma.arguments import InputError, choice, positive, real, whole
 from joma.report.figure import canvas, letters, measured, theory
 from joma.studies import parting
 from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import flows
 from joma.theory.activations import ACTIVATIONS
 from joma.theory.critical import CriticalPoints, critical_points
-from joma.theory.mixture import FLOWS, Unit, positive, theta, velocity
+from joma.theory.mixture import FLOWS, Unit, theta, velocity
 
 KINDS = ("stable", "saddle", "unstable", "degenerate")
 FATES = ("grew", "died", "stalled")

@@ -12,13 +12,13 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from joma.arguments import InputError, choice, real, whole
+from joma.arguments import InputError, choice, positive, real, whole
 from joma.probes.entropy import entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.theory import flows, growth
 from joma.theory.activations import ACTIVATIONS
 from joma.theory.critical import critical_points
-from joma.theory.mixture import Unit, fixed_centre, positive, velocity
+from joma.theory.mixture import Unit, fixed_centre, velocity
 
 # Theorem 1, Theorem 3, and Theorem 4 with its centre frozen at the start or at a stable point
 LADDER = ("folded", "averaged", "reduced at the start", "reduced at rest")

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import choice, whole
-from joma.theory.mixture import FLOWS, Unit, positive
+from joma.arguments import choice, positive, whole
+from joma.theory.mixture import FLOWS, Unit
 from joma.theory.moments import Values
 
 Starts = Float[np.ndarray, "start axis"]

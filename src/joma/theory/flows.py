@@ -25,9 +25,9 @@ from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 from scipy.special import softmax
 
-from joma.arguments import InputError, broadcast, choice, probabilities, real, whole
+from joma.arguments import InputError, broadcast, choice, probabilities, real, scalar, whole
 from joma.theory.activations import Activation, named, smoothed
-from joma.theory.invariants import ATTENTIONS, Attention, Ledger, ledger_rates, predict, reference, scalar
+from joma.theory.invariants import ATTENTIONS, Attention, Ledger, ledger_rates, predict, reference
 
 METHODS = {name: name for name in ("DOP853", "LSODA", "Radau")}
 RESOLUTION = 1e6 * np.finfo(np.float64).eps  # a state that multiplies within this part of t has blown up

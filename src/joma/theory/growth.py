@@ -16,7 +16,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 from scipy.special import erfc, erfcinv, erfcx
 
-from joma.arguments import InputError, broadcast, real
+from joma.arguments import InputError, broadcast, positive, real
 from joma.theory import inversion
 
 
@@ -117,7 +117,7 @@ class _Race(NamedTuple):
 def _race(delta: ArrayLike, v0: ArrayLike, z0: ArrayLike | None, kappa: ArrayLike, eta_w: ArrayLike) -> _Race:
     """Check the arguments of Theorem 2 and find the blow-up times."""
     salience, start = real("delta", delta), real("v0", v0)
-    ratio, rate = _positive("kappa", kappa), _positive("eta_w", eta_w)
+    ratio, rate = positive("kappa", kappa), positive("eta_w", eta_w)
     logits = np.asarray(ratio * start**2 / 2) if z0 is None else real("z0", z0)
     shape = broadcast(delta=salience, v0=start, z0=logits, kappa=ratio, eta_w=rate)
     if (np.sqrt(ratio) * np.abs(start)).max() > inversion.LARGEST:
@@ -177,7 +177,7 @@ def linear_attention(
     """
     salience, time = real("delta", delta), real("t", t, low=0.0)
     start, logits = real("v0", v0), real("z0", z0)
-    rate_w, rate_z = _positive("eta_w", eta_w), _positive("eta_z", eta_z)
+    rate_w, rate_z = positive("eta_w", eta_w), positive("eta_z", eta_z)
     shape = broadcast(delta=salience, v0=start, z0=logits, eta_w=rate_w, eta_z=rate_z)
     time = time.reshape(time.shape + (1,) * len(shape))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -335,10 +335,3 @@ def attention_entropy(v: ArrayLike, temperature: float = 2.0) -> np.ndarray:
     # log1p of the other terms, so that the entropy of a nearly one-hot row keeps its digits.
     np.put_along_axis(others, size.argmax(axis=-1, keepdims=True), 0.0, axis=-1)
     return np.asarray(np.log1p(others.sum(axis=-1)) - mean)
-
-
-def _positive(name: str, value: ArrayLike) -> np.ndarray:
-    array = real(name, value)
-    if (array <= 0).any():
-        raise InputError(name, "positive", f"{array.min():.6g}", "give values above 0")
-    return array

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, broadcast, choice, probabilities, real
+from joma.arguments import InputError, broadcast, choice, probabilities, real, scalar
 
 Weights = Float[np.ndarray, "*lead token hidden"]
 Tokens = Float[np.ndarray, "*lead token"]
@@ -374,18 +374,6 @@ def relative_error(z: ArrayLike, z_hat: ArrayLike, z0: ArrayLike) -> np.ndarray:
     measured, predicted, start = _over_tokens(z=z, z_hat=z_hat, z0=z0)
     error, moved = np.linalg.norm(measured - predicted, axis=-1), np.linalg.norm(measured - start, axis=-1)
     return np.divide(error, moved, out=np.where(error > 0, np.inf, 0.0), where=moved > 0)
-
-
-def scalar(name: str, value: float, *, above: bool = False) -> float:
-    """Return `value` as one number of at least 0, or above 0.
-
-    >>> scalar("temperature", 0.5, above=True)
-    0.5
-    """
-    number = float(real(name, value, ndim=0, low=0.0))
-    if above and number == 0:
-        raise InputError(name, "above 0", number, "give a positive number")
-    return number
 
 
 def _weights(name: str, value: ArrayLike) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, broadcast, choice, real
+from joma.arguments import InputError, broadcast, choice, positive, real
 from joma.theory.activations import Activation
 from joma.theory.moments import Averages, Values, averages
 
@@ -57,18 +57,6 @@ def theta(
     moments = averages(activation, noise, dimension)
     slope, tilt = moments.slopes(*np.broadcast_arrays(*np.atleast_1d(r, norm * sigma)))
     return np.asarray(norm * slope.reshape(shape)), np.asarray(norm**2 * sigma * tilt.reshape(shape))
-
-
-def positive(name: str, value: ArrayLike, *, ndim: int | None = None) -> np.ndarray:
-    """Return `value` as a float64 array above zero, or raise `InputError`.
-
-    >>> positive("sigma", 2)
-    array(2.)
-    """
-    array = real(name, value, ndim=ndim, low=0.0)
-    if (array == 0.0).any():
-        raise InputError(name, "above 0", 0, "give positive values: the theorem divides by it")
-    return array
 
 
 @dataclass(frozen=True)
