@@ -40,7 +40,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 @dataclass
 class Block:
-    """The block of theory.md, section 1, in PyTorch: samples, parameters and a loss."""
+    """The theory's block in PyTorch: samples, parameters and a loss."""
 
     attention: str
     activation: Callable
