@@ -191,7 +191,7 @@ def test_linear_attention_decays_and_overflows_without_a_warning():
 
 
 def time_to_gap(mu, v0, drop):
-    """Return the time in which `nonlinear` shrinks the gap by exp(−drop), and v then, by the stable form of its quadrature."""
+    """Return the time in which `nonlinear` shrinks the gap by exp(−drop), and v then, by the stable quadrature."""
     with mp.workdps(60):
         mu, v0 = mp.mpf(mu), mp.mpf(v0)
         rest = mp.exp(-(mu**2) / 2)
