@@ -364,7 +364,7 @@ STUDY = Study(
     version=1,
     presets={
         "quick": Preset(Config(), seeds=4, seconds=12),
-        "paper": Preset(Config(rate=1e-4, draws=2000, components=10), seeds=20, seconds=120),
+        "paper": Preset(Config(rate=1e-4, draws=2000, components=10), seeds=20, seconds=340),
     },
     run=run,
     claims=CLAIMS,
