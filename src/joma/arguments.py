@@ -69,9 +69,9 @@ def positive(name: str, value: ArrayLike, *, ndim: int | None = None) -> np.ndar
     >>> positive("sigma", 2)
     array(2.)
     """
-    array = real(name, value, ndim=ndim, low=0.0)
-    if (array == 0.0).any():
-        raise InputError(name, "above 0", 0, "give positive values")
+    array = real(name, value, ndim=ndim)
+    if (array <= 0.0).any():
+        raise InputError(name, "above 0", f"{array.min():.6g}", "give positive values")
     return array
 
 

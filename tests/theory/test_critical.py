@@ -235,7 +235,7 @@ def test_bad_input_is_named():
     for change, message in (
         ({"flow": "spherical"}, "`flow` must be one of plain, sphere, decayed"),
         ({"decay": 0.0}, "`decay` must be above 0"),
-        ({"radius": -1.0}, "`radius` must be at least 0"),
+        ({"radius": -1.0}, "`radius` must be above 0"),
         ({"starts": 0}, "`starts` must be a whole number"),
     ):
         with pytest.raises(InputError, match=message):

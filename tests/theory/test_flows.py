@@ -471,7 +471,7 @@ def small(**options):
             "`label` must be 2 classes",
         ),
         (lambda: linear([1.0, 2.0], 1.0, [0.0, 0.0, 0.0]), "`delta`, `v0` must be of shapes"),
-        (lambda: softmax_nonlinear([1.0], 1.0, temperature=-1.0), "`temperature` must be at least 0"),
+        (lambda: softmax_nonlinear([1.0], 1.0, temperature=-1.0), "`temperature` must be above 0"),
         (lambda: integrate(lambda _, y: y[:1], [1.0, 2.0], 1.0), "`rhs` must be a function to arrays of shape .2,."),
         (lambda: linear(1.0, 1.0, 40.0), "`rhs` must be finite at the start"),
         (lambda: integrate(lambda _, y: y / 0 * 0, np.ones(2), 1.0), "`rhs` must be finite at the start"),

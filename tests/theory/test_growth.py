@@ -436,7 +436,7 @@ def test_scalars_give_arrays_without_axes(solve):
         (lambda: growth.linear(1.0, np.inf), "t", "finite"),
         (lambda: growth.linear([1.0, 2.0], 1.0, [1.0, 2.0, 3.0]), "delta", "broadcast"),
         (lambda: growth.linear(1.0, 1.0, kappa=0.0), "kappa", "positive"),
-        (lambda: growth.linear(1.0, 1.0, eta_w=-1.0), "eta_w", "positive"),
+        (lambda: growth.linear(1.0, 1.0, eta_w=-1.0), "eta_w", "above 0"),
         (lambda: growth.linear(1.0, 1.0, 30.0, kappa=2.0), "v0", "√kappa"),
         (lambda: growth.blow_up_time("x"), "delta", "real numbers"),
         (lambda: growth.linear_limit([np.inf, 1.0]), "delta", "finite"),

@@ -206,7 +206,7 @@ def test_leading_axes_are_a_batch():
         ({"r": np.nan}, "`r` must be free of NaN"),
         ({"r": []}, "`r` must be non-empty"),
         ({"norm": 0.0}, "`norm` must be above 0"),
-        ({"norm": -1.0}, "`norm` must be at least 0"),
+        ({"norm": -1.0}, "`norm` must be above 0"),
         ({"sigma": 0.0}, "`sigma` must be above 0"),
         ({"sigma": np.inf}, "`sigma` must be finite"),
         ({"r": [1.0, 2.0], "norm": [1.0, 2.0, 3.0]}, "`r`, `norm`, `sigma` must be of shapes that broadcast"),
@@ -226,7 +226,7 @@ def test_bad_input_to_theta_is_named(change, message):
         ({"weights": [1.0, 2.0]}, "`weights` must be one for each centre"),
         ({"weights": []}, "`weights` must be non-empty"),
         ({"xi": [1.0]}, "`xi` must be 0-dimensional"),
-        ({"sigma": -1.0}, "`sigma` must be at least 0"),
+        ({"sigma": -1.0}, "`sigma` must be above 0"),
     ],
 )
 def test_bad_mixtures_are_named(change, message):
