@@ -5,7 +5,7 @@ from __future__ import annotations
 import mpmath as mp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from joma.arguments import InputError
@@ -64,6 +64,7 @@ def test_a_bounce_too_shallow_for_doubles_is_there_all_the_same():
 
 
 @settings(max_examples=40)
+@example(pairs=[(1.5, 0.0), (0.4375, 0.0), (-2.375, 1.0), (-0.75, -1.0), (-0.75, -2.0)], temperature=3.5)  # turns twice
 @given(
     pairs=st.lists(st.tuples(st.floats(-2.5, 2.5), st.floats(-2.5, 2.5)), min_size=2, max_size=6),
     temperature=st.one_of(st.none(), st.floats(1.5, 4)),

@@ -34,7 +34,8 @@ from joma.theory.inversion import Table
 
 # Beyond this many e-foldings of the slowest gap no double is left of it; a bounce later than that counts as none.
 _VANISHED = 740.0
-_LATE = 400
+_LATE = np.append(np.linspace(0, 40, 400), np.linspace(40, _VANISHED, 300)[1:])[1:]  # e-foldings after the last time
+_BETWEEN = 4
 
 
 class Bounce(NamedTuple):
@@ -126,14 +127,21 @@ def _minima(table: Table) -> Float[np.ndarray, "2 time"]:
     moving = table.side != 0
     if not moving.any():
         return np.empty((2, 0))
-    times = inversion.grid([table])
-    late = times[0, -1] + np.linspace(0, _VANISHED, _LATE)[1:] / table.rate[moving].min()
+    times = _refined(inversion.grid([table]))
+    late = times[0, -1] + _LATE / table.rate[moving].min()
     times = np.concatenate([times, [late, np.zeros_like(late)]], axis=1)
     slope = _slope(table, times)
     times, slope = times[:, slope != 0], slope[slope != 0]
     turns = np.flatnonzero((slope[:-1] < 0) & (slope[1:] > 0))
     found = [_turn(table, times[:, turn], times[:, turn + 1]) for turn in turns]
     return np.array(found).reshape(-1, 2).T
+
+
+def _refined(times: Float[np.ndarray, "2 time"]) -> Float[np.ndarray, "2 finer"]:
+    """Put times in between: entropy may turn twice while no component moves by much."""
+    step = np.diff(times, axis=1).sum(axis=0)
+    between = [times[:, :-1] + [np.zeros_like(step), share * step] for share in np.arange(_BETWEEN) / _BETWEEN]
+    return np.concatenate([np.stack(between, axis=-1).reshape(2, -1), times[:, -1:]], axis=1)
 
 
 def _turn(table: Table, low: Float[np.ndarray, " 2"], high: Float[np.ndarray, " 2"]) -> tuple[float, float]:
