@@ -144,6 +144,23 @@ def test_ctrl_c_saves_and_ends(tmp_path, number):
     assert not bool(generation.tensors["finished"])
 
 
+def test_ctrl_c_in_the_last_step_is_saved_too(tmp_path):
+    def loss(model, now):
+        if int(now) == 19:
+            os.kill(os.getpid(), signal.SIGINT)
+        return quadratic(model, now)
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, loss=loss)
+    generation = Checkpoints(tmp_path).load()
+    assert generation is not None
+    assert generation.step == 20
+    weights, run = trained(tmp_path)
+    expected, whole = trained(tmp_path / "other")
+    assert torch.equal(weights, expected)
+    assert run.identical(whole)
+
+
 def command(out):
     """A whole study from the command line, small: four arms, one after the other."""
     small = ("width=16", "hidden=32", "steps=120", "records=4")

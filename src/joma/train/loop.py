@@ -100,7 +100,7 @@ def fit(
     moments = _moments(range(steps + 1) if at is None else at, steps)
     saves = frozenset(schedule.every(max(1, steps // 10), steps) if save is None else save)
     training = _Training(model, loss, optimiser, record, precision=precision, compiled=compiled)
-    _labels(seeds, training.diverged)
+    labels = _labels(seeds, training.diverged)
     store = None if checkpoints is None else Checkpoints(checkpoints)
     start, finished = training.resume(store, steps)
     if not finished:
@@ -108,7 +108,8 @@ def fit(
             if start:
                 work.advance(start)
             for step in range(start, steps + 1):
-                if store is not None and step > start and (step in saves or stop) and step < steps:
+                due = step in saves and step < steps  # after the last step the run is saved as finished
+                if store is not None and step > start and (due or stop):
                     store.save(step, training.state())
                 if stop:
                     raise KeyboardInterrupt
@@ -117,7 +118,7 @@ def fit(
                     training.tell(work)
         if store is not None:
             store.save(steps, training.state(final=True), keep=1)
-    return _dataset(training.recorded, training.steps_lost(), sorted(moments), dims or {}, seeds)
+    return _dataset(training.recorded, training.steps_lost(), sorted(moments), dims or {}, labels)
 
 
 class _Training(Generic[Model]):
@@ -358,7 +359,7 @@ def _dataset(
     diverged: Int[np.ndarray, " seed"],
     steps: Sequence[int],
     dims: Mapping[str, Sequence[str]],
-    seeds: Sequence[int] | None,
+    labels: Sequence[int],
 ) -> xr.Dataset:
     variables = {}
     for name, values in recorded.items():
@@ -369,6 +370,5 @@ def _dataset(
             raise InputError("dims", "one name for each axis after the seed's", got, "name them in `dims`")
         variables[name] = (("seed", "step", *further), array)
     variables["diverged"] = (("seed",), diverged)
-    labels = range(len(diverged)) if seeds is None else seeds
     coords = {"seed": np.asarray(labels), "step": np.asarray(steps)}
     return xr.Dataset(variables, coords=coords)
