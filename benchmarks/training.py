@@ -3,6 +3,7 @@
 On the CPU: width 256, 20 classes, 5 seeds. On CUDA, where there is one: the whole of Table 1, and memory.
 """
 
+import gc
 import signal
 import subprocess
 import sys
@@ -127,8 +128,8 @@ def _cost(config: Config, device: str, steps: int, *, seeds: int = 5, width: int
     model = Decoder(_decoder(config, "trained", 20), generators=context.generators()).to(device)
 
     def loss(model: Decoder, _: Tensor) -> Tensor:
-        logits = model(sequence, last=True)[:, :, 0]
-        return (logits.logsumexp(dim=-1) - logits.diagonal(dim1=-2, dim2=-1)).mean(dim=-1)
+        label = torch.arange(sequence.shape[1], device=sequence.device)[:, None]
+        return model.surprisal(sequence, label, last=True).mean(dim=(1, 2))
 
     took = []
     for count in (4, steps // 4, steps):  # the first one only warms up
@@ -177,16 +178,18 @@ def memory() -> Iterator[Row]:
         return tensor.detach()  # the tensor itself would hold its own graph, and that the device's first stream
 
     def loss(model: Decoder, _: Tensor) -> Tensor:
-        logits = model(sequence, last=True)[:, :, 0]
-        return (logits.logsumexp(dim=-1) - logits.diagonal(dim1=-2, dim2=-1)).mean(dim=-1)
+        label = torch.arange(sequence.shape[1], device=sequence.device)[:, None]
+        return model.surprisal(sequence, label, last=True).mean(dim=(1, 2))
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss(model, torch.zeros(())).sum()
     parameters = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in model.parameters()}
     activations = sum(size for place, size in saved.items() if place not in parameters)
     floor = 4 * sum(parameters.values()) + activations
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    others = torch.cuda.memory_allocated() - sum(parameters.values())
     fit(model, loss, optimiser=Optimiser("adam", 1e-5), steps=50, at=(0, 50), compiled=False, precision="high")
-    ratio = torch.cuda.max_memory_allocated() / floor
+    ratio = (torch.cuda.max_memory_allocated() - others) / floor
     yield "peak memory over parameters, gradients, moments and activations", "≤ 1.3 x", f"{ratio:.2f} x", ratio <= 1.3

@@ -54,10 +54,18 @@ def key(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
         got = f"{step.dtype} of shape {tuple(step.shape)}"
         raise InputError("step", "one whole number", got, "pass an int or a tensor without axes")
     seeds, step = seeds.long(), step.long() if isinstance(step, Tensor) else step
-    words = _mix(torch.arange(1, 3, device=seeds.device)[:, None].repeat(1, len(seeds)))
-    for number in (seeds, seeds >> 32, step, step >> 32):
-        words = _fold(words, number)
-    return words
+    words = torch.compile(_words) if seeds.is_cuda else _words  # there, one launch instead of fifty
+    return words(seeds, step)
+
+
+def split(key: Int[Tensor, "2 seed"], count: int) -> Int[Tensor, "{count} 2 seed"]:
+    """Return `count` keys of their own for the parts of a model that have the same sites.
+
+    >>> split(key(torch.tensor([7]), 3), 4).unique().numel()
+    8
+    """
+    own = _fold(key, WORD).expand(count, *key.shape).clone()
+    return _fold(own, torch.arange(count, device=key.device)[:, None, None])
 
 
 def uniform(shape: Sequence[int], *, key: Int[Tensor, "2 seed"], site: int) -> Float[Tensor, "seed ..."]:
@@ -97,6 +105,13 @@ def _bits(shape: Sequence[int], key: Int[Tensor, "2 seed"], site: int) -> Int[Te
     words = torch.arange(count, device=key.device) ^ first
     words = _mix(_mix(words).bitwise_xor_(second))
     return words.view(-1, *shape)
+
+
+def _words(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
+    words = _mix(torch.arange(1, 3, device=seeds.device)[:, None].repeat(1, len(seeds)))
+    for number in (seeds, seeds >> 32, step, step >> 32):
+        words = _fold(words, number)
+    return words
 
 
 def _fold(words: Tensor, number: Tensor | int) -> Tensor:

@@ -561,6 +561,42 @@ def test_a_sample_without_any_position_disturbs_no_other(mask):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-11)
 
 
+# ---- residual connections seed by seed ----
+
+
+@settings(max_examples=20)
+@given(options=parts(), seed=st.integers(0, 1000), last=st.booleans(), bits=st.lists(st.booleans(), min_size=64))
+def test_every_seed_may_have_residual_connections_of_its_own(options, seed, last, bits):
+    config, tokens = DecoderConfig(**options), sequences(7, (3, 5), seed)
+    switches = torch.tensor(bits)[: 2 * config.layers * 2].view(2, config.layers, 2)
+    model = make(config, (seed, seed + 1))
+    model.skips = Decoder(config, generators=streams(0, 1), residual=switches, dtype=torch.float64).skips
+    together = model(tokens, last=last)
+    for one in range(2):
+        own = tuple((bool(a), bool(b)) for a, b in switches[one])
+        alone = make(config, (seed + one,), residual=own)(tokens, last=last)
+        torch.testing.assert_close(together[one], alone[0], rtol=1e-12, atol=1e-12)
+
+
+def test_residual_switches_of_another_shape_are_refused():
+    with pytest.raises(InputError, match="`residual`"):
+        Decoder(JOMA, generators=[torch.Generator()], residual=torch.ones(2, JOMA.layers, 2))
+
+
+# ---- surprisal ----
+
+
+@settings(max_examples=20)
+@given(options=parts(), seed=st.integers(0, 1000), last=st.booleans(), own=st.booleans())
+def test_surprisal_is_minus_the_logarithm_of_the_targets_probability(options, seed, last, own):
+    model, tokens = make(DecoderConfig(**options), (seed, seed + 1)), sequences(7, (3, 5), seed)
+    logits = model(tokens, last=last)
+    shape = logits.shape[own is False : 3]
+    target = torch.randint(logits.shape[-1], shape, generator=torch.Generator().manual_seed(seed))
+    expected = -logits.log_softmax(-1).gather(-1, target.expand(logits.shape[:3])[..., None])[..., 0]
+    torch.testing.assert_close(model.surprisal(tokens, target, last=last), expected, rtol=1e-12, atol=1e-12)
+
+
 # ---- dropout ----
 
 
@@ -576,8 +612,9 @@ def test_dropout_acts_at_its_sites_with_the_masks_of_seed_and_step(options, seed
         def drop(layer, site, x, which=which):
             if site not in sites:
                 return x
-            number = len(SITES) * layer + SITES.index(site)
-            return noise.dropout(torch.tensor(x)[None], 0.3, key=key[:, which : which + 1], site=number)[0].numpy()
+            own = key if site == "embedding" else noise.split(key, config.layers)[layer]
+            number = SITES.index(site)
+            return noise.dropout(torch.tensor(x)[None], 0.3, key=own[:, which : which + 1], site=number)[0].numpy()
 
         expected, _ = formulas(model, which, tokens[0].numpy(), drop=drop)
         np.testing.assert_allclose(logits[which, 0], expected, rtol=1e-11, atol=1e-12)

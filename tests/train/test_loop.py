@@ -16,7 +16,7 @@ from joma.arguments import InputError
 from joma.data.tokens import token_classes
 from joma.models import ATTENTIONS, Block
 from joma.progress import Progress, Task
-from joma.train import OPTIMISERS, Optimiser, fit
+from joma.train import Optimiser, fit
 
 STEPS = 15
 
@@ -51,6 +51,7 @@ def recorded(model, _step):
     return {"w": model.w, "z": model.z, "slope": model.z.grad}
 
 
+PLAIN = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 DIMS = {"w": ("dim", "hidden"), "z": ("query", "token"), "slope": ("query", "token")}
 
 
@@ -63,7 +64,7 @@ def test_a_seed_trains_as_it_would_alone_in_a_plain_loop(rule, attention, seeds)
     for position, seed in enumerate(seeds):
         alone, own_loss = learner((seed,), attention)
         groups = [{"params": [alone.w], "lr": rule.rate}, {"params": [alone.z], "lr": rule.rates["z"]}]
-        plain = OPTIMISERS[rule.name](groups, weight_decay=rule.weight_decay)
+        plain = PLAIN[rule.name](groups, weight_decay=rule.weight_decay)
         for step in range(STEPS + 1):
             plain.zero_grad()
             value = own_loss(alone, step)[0]
@@ -206,7 +207,7 @@ def test_a_model_without_the_seed_axis_is_refused(model):
         ({"name": "sdg"}, "optimiser"),
         ({"rate": float("nan")}, "rate"),
         ({"rate": -1.0}, "rate"),
-        ({"rates": {"z": float("inf")}}, "rate"),
+        ({"rates": {"z": float("inf")}}, "rates"),
         ({"weight_decay": -0.1}, "weight_decay"),
     ],
 )

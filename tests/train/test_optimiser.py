@@ -1,4 +1,4 @@
-"""The update of a captured step, and clipping, against torch's own."""
+"""Every rule with each seed's own rate, clipping, schedule and restarts, against torch's optimisers seed by seed."""
 
 import pytest
 import torch
@@ -7,49 +7,174 @@ from hypothesis import strategies as st
 from torch import nn
 
 from joma.arguments import InputError
-from joma.train import Optimiser, clip_gradients
-from joma.train.optimiser import adam_update
+from joma.train import Optimiser
+from joma.train import optimiser as module
+from joma.train.optimiser import PackedRule, gradient_norms
+
+PLAIN = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+SHAPES = {"a": (3, 4, 2), "b": (3, 5), "c": (3,)}
+STEPS = 7
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-@given(seed=st.integers(0, 1000), rate=st.floats(1e-6, 1.0), decay=st.floats(0, 1.0))
-def test_adam_update_is_torchs_adam(decoupled, seed, rate, decay):
-    generator = torch.Generator().manual_seed(seed)
-    p = nn.Parameter(torch.randn(7, generator=generator, dtype=torch.float64))
-    own, m, v = p.detach().clone(), torch.zeros_like(p), torch.zeros_like(p)
-    rule = (torch.optim.AdamW if decoupled else torch.optim.Adam)([p], lr=rate, weight_decay=decay)
-    for step in range(1, 6):
-        p.grad = torch.randn(7, generator=generator, dtype=torch.float64)
-        moment = torch.tensor(float(step), dtype=torch.float64)
-        adam_update(own, p.grad, m.detach(), v.detach(), step=moment, rate=rate, decay=decay, decoupled=decoupled)
-        rule.step()
-        torch.testing.assert_close(own, p.detach(), rtol=1e-12, atol=1e-12)
+class Numbers(nn.Module):
+    def __init__(self, **shapes):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)))
 
 
-@settings(max_examples=50)
-@given(seed=st.integers(0, 1000), limit=st.floats(1e-3, 10.0))
-def test_every_seed_is_clipped_as_torch_would_clip_it_alone(seed, limit):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((3, 4, 2), (3, 5), (3,))
-    together = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes]
-    for own in together:
-        own.grad = torch.randn(own.shape, generator=generator, dtype=torch.float64) * torch.tensor(
-            [0.01, 1.0, 100.0], dtype=torch.float64
-        ).view(-1, *(1,) * (own.ndim - 1))
-    alone = [[nn.Parameter(torch.zeros_like(own[one])) for own in together] for one in range(3)]
-    norms = []
-    for one, parameters in enumerate(alone):
-        for own, whole in zip(parameters, together, strict=True):
-            assert whole.grad is not None
-            own.grad = whole.grad[one].clone()
-        norms.append(nn.utils.clip_grad_norm_(parameters, limit))
-    torch.testing.assert_close(clip_gradients(together, limit), torch.stack(norms))
-    for one, parameters in enumerate(alone):
-        for own, whole in zip(parameters, together, strict=True):
-            assert whole.grad is not None
-            torch.testing.assert_close(whole.grad[one], own.grad)
+def slopes(seed):
+    """Gradients of three seeds whose sizes differ by orders of magnitude, step by step."""
+    generator, size = torch.Generator().manual_seed(seed), torch.tensor([0.01, 1.0, 100.0], dtype=torch.float64)
+    for _ in range(STEPS):
+        drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+        yield {name: own * size.view(-1, *(1,) * (own.ndim - 1)) for name, own in drawn.items()}
 
 
-def test_a_negative_limit_is_refused():
-    with pytest.raises(InputError, match="`clip`"):
-        Optimiser(clip=-1.0)
+def expected(optimiser, seed, one, rates, hold):
+    """Seed `one` alone in torch's own loop; `hold`: the step from which `b` is left alone."""
+    own = {name: nn.Parameter(value.detach()[one].clone()) for name, value in Numbers(**SHAPES).named_parameters()}
+    for step, gradients in enumerate(slopes(seed)):
+        if step % (optimiser.restart or STEPS) == 0:
+            groups = [{"params": [p], "lr": 0.0} for p in own.values()]
+            plain = PLAIN[optimiser.name](groups, weight_decay=optimiser.weight_decay)
+        for (name, p), group in zip(own.items(), plain.param_groups, strict=True):
+            p.grad = gradients[name][one].clone()
+            group["lr"] = rates[one] * (1 - step / 10) * (name != "b" or step < hold)
+        if optimiser.clip is not None:
+            nn.utils.clip_grad_norm_([p for name, p in own.items() if name != "b" or step < hold], optimiser.clip)
+        plain.step()
+    return own
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN))
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 1000),
+    rates=st.one_of(st.floats(1e-6, 1.0).map(lambda rate: (rate,) * 3), st.tuples(*[st.floats(1e-6, 1.0)] * 3)),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    clip=st.one_of(st.none(), st.floats(1e-3, 10.0)),
+    restart=st.sampled_from([None, 3]),
+    hold=st.integers(0, STEPS),
+)
+def test_every_seed_is_updated_as_torch_would_update_it_alone(name, seed, rates, **options):
+    hold = options.pop("hold")
+    rate = rates[0] if len(set(rates)) == 1 else rates
+
+    def fading(now):
+        return 1 - now.double() / 10
+
+    schedules = {"b": lambda now: fading(now) * (now < hold), "*": fading}
+    optimiser = Optimiser(name, rate, schedules=schedules, **options)
+    model = Numbers(**SHAPES)
+    rule = optimiser.build(model)
+    for step, gradients in enumerate(slopes(seed)):
+        for key, own in model.named_parameters():
+            own.grad = gradients[key].clone()
+        rule.update(torch.tensor(step))
+    for one in range(3):
+        for key, own in expected(optimiser, seed, one, rates, hold).items():
+            torch.testing.assert_close(getattr(model, key).detach()[one], own.detach(), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 1000),
+    rate=st.one_of(st.floats(1e-6, 1.0), st.tuples(*[st.floats(1e-6, 1.0)] * 3)),
+    decay=st.sampled_from([0.0, 0.1]),
+    clip=st.one_of(st.none(), st.floats(1e-3, 10.0)),
+    restart=st.sampled_from([None, 3]),
+    large=st.sampled_from([1, 14, 10**6]),
+)
+def test_the_rule_of_cuda_is_that_of_the_cpu(name, seed, large, **options):
+    """Uncompiled; `large` decides which parameters are packed."""
+    options["weight_decay"] = options.pop("decay")
+    optimiser = Optimiser(name, schedules={"b": lambda now: (now < 4).double()}, **options)
+    models = Numbers(**SHAPES), Numbers(**SHAPES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LARGE", large)
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        rules = optimiser.build(models[0]), PackedRule(optimiser, models[1])
+        for step, gradients in enumerate(slopes(seed)):
+            for model, rule in zip(models, rules, strict=True):
+                for key, own in model.named_parameters():
+                    own.grad = gradients[key].clone()
+                rule.update(torch.tensor(step))
+    for key in SHAPES:
+        torch.testing.assert_close(getattr(models[1], key), getattr(models[0], key), rtol=1e-11, atol=1e-11)
+        for kind, own in rules[0].moments[key].items():
+            torch.testing.assert_close(rules[1].moments[key][kind], own, rtol=1e-11, atol=0)
+
+
+def test_a_closed_gate_leaves_the_parameters_as_they_are(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = Numbers(**SHAPES)
+    rule = PackedRule(Optimiser("adamw", 0.1, weight_decay=0.1), model)
+    rule.gate.zero_()
+    start = {key: own.detach().clone() for key, own in model.named_parameters()}
+    for key, own in model.named_parameters():
+        own.grad = next(slopes(1))[key]
+    rule.update(torch.tensor(0))
+    assert all(own.detach().equal(start[key]) for key, own in model.named_parameters())
+
+
+def test_a_parameter_without_gradient_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    with pytest.raises(InputError, match="no gradient of"):
+        PackedRule(Optimiser("adam"), Numbers(**SHAPES)).update(torch.tensor(0))
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN))
+def test_a_lost_seed_is_left_alone(name):
+    optimiser = Optimiser(name, 0.1, weight_decay=0.1, clip=1.0)
+    free, model = Numbers(**SHAPES), Numbers(**SHAPES)
+    rules = [optimiser.build(free), optimiser.build(model)]
+    start = {key: own.detach().clone() for key, own in model.named_parameters()}
+    for step, gradients in enumerate(slopes(3)):
+        for key in SHAPES:
+            getattr(free, key).grad = gradients[key].clone()
+            spoiled = gradients[key].clone()
+            spoiled[1] = torch.nan
+            getattr(model, key).grad = spoiled
+        rules[0].update(torch.tensor(step))
+        rules[1].update(torch.tensor(step), torch.tensor([False, True, False]))
+    for key, own in model.named_parameters():
+        torch.testing.assert_close(own.detach()[1], start[key][1], rtol=0, atol=0)
+        torch.testing.assert_close(own.detach()[[0, 2]], getattr(free, key).detach()[[0, 2]], rtol=1e-13, atol=0)
+
+
+def test_norms_are_over_all_tensors_of_a_seed():
+    gradients = next(slopes(5))
+    flat = torch.cat([own.reshape(3, -1) for own in gradients.values()], dim=1)
+    torch.testing.assert_close(gradient_norms(gradients.values()), flat.norm(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"clip": -1.0}, "clip"),
+        ({"restart": 0}, "restart"),
+        ({"rate": (0.1, -0.1)}, "rate"),
+        ({"rate": float("nan")}, "rate"),
+        ({"rates": {"a": -1.0}}, "rates"),
+        ({"name": "adagrad"}, "optimiser"),
+    ],
+)
+def test_bad_options_are_refused(options, argument):
+    with pytest.raises(InputError, match=f"`{argument}`"):
+        Optimiser(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"rate": (0.1, 0.2)}, "rate"),
+        ({"rates": {"d": 0.1}}, "rates"),
+        ({"schedules": {"d*": torch.sign}}, "schedules"),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused(options, argument):
+    with pytest.raises(InputError, match=f"`{argument}`"):
+        Optimiser(**options).build(Numbers(**SHAPES))

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, whole
 from joma.models.block import ACTIVATIONS
-from joma.noise import dropout, streams
+from joma.models.surprisal import surprisal
+from joma.noise import dropout, split, streams
 
 CHOICES: dict[str, dict[str, str]] = {
     "norm": {"pre": "x + f(norm(x)), and norm(x) at the end", "post": "norm(x + f(x))", "none": "x + f(x)"},
@@ -40,7 +41,6 @@ WATCHED: dict[str, str] = {
 
 Maybe = Tensor | None
 Stream = Float[Tensor, "seed sample position width"]
-Drop = Callable[[Tensor, str], Tensor]  # dropout at one of `SITES`
 Kept = Mapping[str, list[Tensor]]  # every layer appends to the names of `WATCHED` that are in it
 _NONE: Kept = {}
 
@@ -153,9 +153,13 @@ class Linear(nn.Module):
         self.weight, self.bias = draw(role, rows, columns), draw(role, rows, columns, bias=True) if bias else None
 
     def forward(self, x: Float[Tensor, "seed sample position in"]) -> Float[Tensor, "seed sample position out"]:
-        flat = x.flatten(1, 2)
-        y = flat @ self.weight if self.bias is None else torch.baddbmm(self.bias[:, None], flat, self.weight)
-        return y.unflatten(1, x.shape[1:3])
+        return _affine(x, self.weight, self.bias)
+
+
+def _affine(x: Stream, weight: Float[Tensor, "seed width out"], bias: Maybe) -> Float[Tensor, "seed sample _ out"]:
+    flat = x.flatten(1, 2)
+    y = flat @ weight if bias is None else torch.baddbmm(bias[:, None], flat, weight)
+    return y.unflatten(1, x.shape[1:3])
 
 
 class Norm(nn.Module):
@@ -170,6 +174,35 @@ class Norm(nn.Module):
         return torch.addcmul(self.offset[:, None, None], F.layer_norm(x, x.shape[-1:]), self.gain[:, None, None])
 
 
+@dataclass(frozen=True)
+class _Dropout:
+    """Dropout at the named sites, keyed by `joma.noise`; none without a key."""
+
+    p: float
+    sites: tuple[str, ...]
+
+    def __call__(self, x: Tensor, key: Maybe, site: str) -> Tensor:
+        if key is None or not self.p or site not in self.sites:
+            return x
+        return dropout(x, self.p, key=key, site=SITES.index(site))
+
+
+class Entrance(nn.Module):
+    """What is done to looked-up embeddings before the first layer: scale, positions, dropout."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.layers, self.drop = config.layers, _Dropout(config.dropout, config.sites)
+        self.scale = math.sqrt(config.width) if config.scale_embedding else None
+
+    def forward(self, x: Stream, positions: Maybe, noise: Maybe) -> tuple[Stream, Sequence[Maybe]]:
+        """Return the residual stream, and for each layer a key of its own."""
+        x = x if self.scale is None else x * self.scale
+        x = x if positions is None else x + positions[:, None, : x.shape[2]]
+        keys = [None] * self.layers if noise is None else split(noise, self.layers).unbind()
+        return self.drop(x, noise, "embedding"), keys
+
+
 class Attention(nn.Module):
     """Several heads of softmax attention, or of equal weights.
 
@@ -181,6 +214,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, draw: _Draw) -> None:
         super().__init__()
+        self.drop = _Dropout(config.dropout, config.sites)
         self.heads, width, bias = config.heads, config.width, config.attention_bias
         query, key, self.value = (Linear(draw, "attention", width, width, bias=bias) for _ in range(3))
         # Query and key are drawn in any case, so that all else starts as it does with trained attention.
@@ -191,19 +225,35 @@ class Attention(nn.Module):
         turns = _waves(config, width // self.heads, draw.dtype) if config.positions == "rotary" else None
         self.register_buffer("turns", turns, persistent=False)
 
-    def forward(self, x: Stream, reach: Tensor, *, last: bool, drop: Drop, kept: Kept) -> Tensor:
+    def forward(self, x: Stream, reach: Tensor, *, last: bool, noise: Maybe, kept: Kept) -> Tensor:
         """Return [seed, sample, query, width]; `reach` is added to the scores, and with `last` there is one query."""
-        weights = self._weights(x[:, :, -1:], x, reach[..., -1:, :]) if last else self._weights(x, x, reach)
+        query, key, value = self._projected(x[:, :, -1:] if last else x, x)
+        weights = self._weights(query, key, reach[..., -1:, :] if last else reach, x)
         kept.get("attention", []).append(weights)
-        mixed = drop(weights, "weights") @ self._heads(self.value(x))
+        mixed = self.drop(weights, noise, "weights") @ self._heads(value)
         mixed = mixed.transpose(2, 3).flatten(3)
-        return drop(mixed if self.projection is None else self.projection(mixed), "attention")
+        return self.drop(mixed if self.projection is None else self.projection(mixed), noise, "attention")
 
-    def _weights(self, asking: Tensor, x: Stream, reach: Tensor) -> Float[Tensor, "seed sample head query key"]:
-        positions = x.shape[2]
+    def _projected(self, asking: Tensor, x: Stream) -> tuple[Maybe, Maybe, Stream]:
+        """Return queries, keys and values; no queries and keys where attention is uniform."""
         if self.query is None or self.key is None:
-            return reach.softmax(-1).expand(*x.shape[:2], self.heads, asking.shape[2], positions)
-        query, key = self._heads(self.query(asking), positions), self._heads(self.key(x), positions)
+            return None, None, self.value(x)
+        parts = (self.query, self.key, self.value)
+        if asking is not x or not x.is_cuda:
+            return self.query(asking), self.key(x), self.value(x)
+        # One product instead of three; joining the weights costs nothing where they are cast to half precision anyway.
+        weight = torch.cat([part.weight for part in parts], dim=-1)
+        bias: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+        query, key, value = _affine(x, weight, torch.cat(bias, dim=-1) if bias else None).chunk(3, dim=-1)
+        return query, key, value
+
+    def _weights(
+        self, query: Maybe, key: Maybe, reach: Tensor, x: Stream
+    ) -> Float[Tensor, "seed sample head asks key"]:
+        positions = x.shape[2]
+        if query is None or key is None:
+            return reach.softmax(-1).expand(*x.shape[:2], self.heads, reach.shape[-2], positions)
+        query, key = self._heads(query, positions), self._heads(key, positions)
         return torch.add(reach, query @ key.mT, alpha=query.shape[-1] ** -0.5).softmax(-1)
 
     def _heads(self, x: Stream, end: int | None = None) -> Float[Tensor, "seed sample head position part"]:
@@ -221,6 +271,7 @@ class Layer(nn.Module):
     def __init__(self, config: DecoderConfig, draw: _Draw, number: int) -> None:
         super().__init__()
         self.order, self.activation = config.norm, ACTIVATIONS[config.activation]
+        self.drop = _Dropout(config.dropout, config.sites)
         self.residual = (config.residual,) * 2 if isinstance(config.residual, bool) else config.residual[number]
         width, hidden = config.width, config.hidden or 4 * config.width
         self.attention = Attention(config, draw)
@@ -228,26 +279,38 @@ class Layer(nn.Module):
         self.upper = Linear(draw, "mlp", hidden, width, bias=config.mlp_bias)
         self.norms = nn.ModuleList(Norm(draw, width) for _ in range(2) if config.norm != "none")
 
-    def forward(self, x: Stream, reach: Tensor, *, last: bool, drop: Drop, kept: Kept) -> Tensor:
-        x = self._around(0, x, partial(self.attention, reach=reach, last=last, drop=drop, kept=kept))
-        x = self._around(1, x, partial(self._mlp, drop=drop, kept=kept))
+    def forward(
+        self, x: Stream, reach: Tensor, *, last: bool, noise: Maybe, skips: Maybe, kept: Kept
+    ) -> Float[Tensor, "seed sample place width"]:
+        x = self._around(0, x, skips, partial(self.attention, reach=reach, last=last, noise=noise, kept=kept))
+        x = self._around(1, x, skips, partial(self._mlp, noise=noise, kept=kept))
         kept.get("residual", []).append(x)
         return x
 
-    def _mlp(self, x: Stream, *, drop: Drop, kept: Kept) -> Stream:
+    def _mlp(self, x: Stream, *, noise: Maybe, kept: Kept) -> Stream:
         hidden = self.activation(self.lower(x))
         kept.get("hidden", []).append(hidden)
-        return drop(self.upper(drop(hidden, "hidden")), "mlp")
+        return self.drop(self.upper(self.drop(hidden, noise, "hidden")), noise, "mlp")
 
-    def _around(self, part: int, x: Stream, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def _around(self, part: int, x: Stream, skips: Maybe, function: Callable[[Tensor], Tensor]) -> Tensor:
         y = function(self.norms[part](x) if self.order == "pre" else x)
-        if self.residual[part]:
-            y = x[:, :, -y.shape[2] :] + y  # attention may have kept the last position alone
+        own = x[:, :, -y.shape[2] :]  # attention may have kept the last position alone
+        if skips is not None:
+            y = torch.addcmul(y, own, skips[:, part, None, None, None])
+        elif self.residual[part]:
+            y = own + y
         return self.norms[part](y) if self.order == "post" else y
 
 
 class Decoder(nn.Module):
-    """A decoder of the given parts. `generators`: one for each seed, whose numbers do not depend on the other seeds.
+    """A decoder of the given parts.
+
+    Args:
+        config: the parts.
+        generators: one for each seed, whose numbers do not depend on the other seeds.
+        residual: [seed, layer, 2], whether each seed has the residual connections around attention and around the MLP;
+            where it is not given, the config's are those of all seeds.
+        dtype: of the parameters.
 
     >>> config = DecoderConfig(vocabulary=10, width=8, layers=2, heads=2, positions="rotary", length=5)
     >>> model = Decoder(config, generators=[torch.Generator().manual_seed(seed) for seed in range(3)])
@@ -256,13 +319,23 @@ class Decoder(nn.Module):
     """
 
     positions: Float[Tensor, "seed length width"] | None
-    repeated = Layer  # what a training loop may compile once for all layers
+    skips: Float[Tensor, "seed layer 2"] | None
+    compiled = (Entrance, Layer)  # what a training loop may compile; one graph serves all layers
 
     def __init__(
-        self, config: DecoderConfig, *, generators: Sequence[torch.Generator], dtype: torch.dtype = torch.float32
+        self,
+        config: DecoderConfig,
+        *,
+        generators: Sequence[torch.Generator],
+        residual: Maybe = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         streams(generators)
+        if residual is not None and residual.shape != (len(generators), config.layers, 2):
+            expected = f"of shape {(len(generators), config.layers, 2)}: seed, layer, attention and MLP"
+            raise InputError("residual", expected, tuple(residual.shape), "give a pair for each layer of each seed")
+        self.register_buffer("skips", None if residual is None else residual.to(dtype), persistent=False)
         self.config, width, draw = config, config.width, _Draw(INITS[config.init], generators, dtype)
         self.embedding = draw("embedding", config.vocabulary, width)
         self.register_buffer("positions", None, persistent=False)
@@ -270,6 +343,7 @@ class Decoder(nn.Module):
             self.positions = draw("embedding", config.length or 0, width)
         elif config.positions == "sinusoidal":  # sine and cosine by turns, the same for every seed
             self.positions = _waves(config, width, dtype).permute(1, 2, 0).flatten(1)[None, :, :width]
+        self.entrance = Entrance(config)
         self.layers = nn.ModuleList(Layer(config, draw, number) for number in range(config.layers))
         self.norm = Norm(draw, width) if config.norm == "pre" else None
         outputs = config.outputs or config.vocabulary
@@ -295,12 +369,12 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "seed sample place width"]:
         """Return the residual stream after the last layer, which `read` turns into logits."""
         self._check(tokens, multiplicity)
-        x = self._drop(noise, 0, self._embed(tokens), "embedding")
+        x, keys = self.entrance(self._embed(tokens), self.positions, noise)
         kept.get("residual", []).append(x)
         reach = self._reach(x, multiplicity)
-        for number, layer in enumerate(self.layers, start=1):
-            drop = partial(self._drop, noise, number - 1)
-            x = layer(x, reach, last=last and number == len(self.layers), drop=drop, kept=kept)
+        for number, (layer, key) in enumerate(zip(self.layers, keys, strict=True)):
+            skips = None if self.skips is None else self.skips[:, number]
+            x = layer(x, reach, last=last and number == len(self.layers) - 1, noise=key, skips=skips, kept=kept)
         return x
 
     def read(self, states: Stream) -> Float[Tensor, "seed sample position output"]:
@@ -309,6 +383,31 @@ class Decoder(nn.Module):
         if self.head is not None:
             return self.head(states)
         return (states.flatten(1, 2) @ self.embedding.mT).unflatten(1, states.shape[1:3])
+
+    def surprisal(
+        self,
+        tokens: Tensor,
+        target: Tensor,
+        *,
+        last: bool = False,
+        noise: Maybe = None,
+        multiplicity: Maybe = None,
+        kept: Kept = _NONE,
+    ) -> Float[Tensor, "seed sample place"]:
+        """Return −ln p(target) in nats, the logits never kept; other arguments as those of a call.
+
+        Args:
+            tokens: as for a call.
+            target: what each place should say, [sample, place], or [seed, sample, place] where each seed has its own.
+            last, noise, multiplicity: as for a call.
+            kept: lists, by names of `WATCHED`, to which every layer appends what it made on the way.
+        """
+        states = self.states(tokens, last=last, noise=noise, multiplicity=multiplicity, kept=kept)
+        states = states if self.norm is None else self.norm(states)
+        weight = self.embedding.mT if self.head is None else self.head.weight
+        bias = None if self.head is None else self.head.bias
+        bias = weight.new_zeros(len(weight), weight.shape[-1]) if bias is None else bias
+        return surprisal(states, weight, bias, target)
 
     def activations(
         self, tokens: Tensor, names: Sequence[str] = tuple(WATCHED), *, multiplicity: Maybe = None
@@ -321,12 +420,10 @@ class Decoder(nn.Module):
     def _embed(self, tokens: Tensor) -> Stream:
         # One table of all seeds' rows: the backward pass of `embedding[seed, tokens]` adds in no fixed order. A token
         # outside the vocabulary is sent past the end of the table, not into the next seed's rows.
-        seeds, vocabulary, width = self.embedding.shape
+        seeds, vocabulary, _ = self.embedding.shape
         first = torch.arange(0, seeds * vocabulary, vocabulary, device=tokens.device)[:, None, None]
         rows = (first + tokens).masked_fill((tokens < 0) | (tokens >= vocabulary), seeds * vocabulary)
-        x = F.embedding(rows, self.embedding.flatten(0, 1))
-        x = x * math.sqrt(width) if self.config.scale_embedding else x
-        return x if self.positions is None else x + self.positions[:, None, : x.shape[2]]
+        return F.embedding(rows, self.embedding.flatten(0, 1))
 
     def _reach(self, x: Stream, multiplicity: Maybe) -> Float[Tensor, "... query key"]:
         """Return what is added to the scores: 0 or ln m, and for what is not to be seen the least finite number."""
@@ -338,11 +435,6 @@ class Decoder(nn.Module):
         if multiplicity is None:
             return reach
         return (multiplicity.to(x.dtype).log()[..., None, None, :] + reach).clamp_min(least)
-
-    def _drop(self, noise: Maybe, layer: int, x: Tensor, site: str) -> Tensor:
-        if noise is None or not self.config.dropout or site not in self.config.sites:
-            return x
-        return dropout(x, self.config.dropout, key=noise, site=len(SITES) * layer + SITES.index(site))
 
     def _check(self, tokens: Tensor, multiplicity: Maybe) -> None:
         seeds, vocabulary, _ = self.embedding.shape

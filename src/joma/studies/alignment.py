@@ -137,12 +137,11 @@ def _trained(config: Config, context: Context, arm: str, classes: int, children:
     streams = [generator for _ in range(groups) for generator in context.generators()]
     model = Decoder(_decoder(config, arm, classes), generators=streams)
     counts = minibatch_counts(classes, batch=config.batch, steps=steps + 1, generators=streams).to(device)
-    share = counts.to(torch.float32) / config.batch
+    share, label = counts.to(torch.float32) / config.batch, torch.arange(classes, device=device)[:, None]
 
     def loss(model: Decoder, step: Tensor) -> Tensor:
         """The loss of a minibatch: each class has one sequence, weighted by how often it was drawn."""
-        logits = model(sequence, last=True, multiplicity=multiplicity)[:, :, 0]
-        own = logits.logsumexp(dim=-1) - logits.diagonal(dim1=-2, dim2=-1)
+        own = model.surprisal(sequence, label, last=True, multiplicity=multiplicity)[:, :, 0]
         return (share.index_select(0, step.view(1))[0] * own).sum(dim=-1)
 
     found = context.fit(
@@ -157,6 +156,7 @@ def _trained(config: Config, context: Context, arm: str, classes: int, children:
         seeds=None,
         precision=config.precision,
         compiled=config.compiled,
+        dynamic=True,
         label=f"alignment, {ARM_NAMES[arm]}, {classes} classes, {children} children",
     )
     names = [cell(classes, children, latents) for latents in config.latents]

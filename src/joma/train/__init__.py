@@ -1,6 +1,6 @@
 """One training loop; the seed is a leading axis of the model, of its loss and of all that is recorded."""
 
 from joma.train.loop import fit
-from joma.train.optimiser import OPTIMISERS, Optimiser, clip_gradients
+from joma.train.optimiser import OPTIMISERS, Optimiser
 
-__all__ = ["OPTIMISERS", "Optimiser", "clip_gradients", "fit"]
+__all__ = ["OPTIMISERS", "Optimiser", "fit"]

@@ -28,14 +28,14 @@ from joma.files import StorageError
 from joma.progress import SILENT, Progress, Task
 from joma.train.checkpoint import Checkpoints, Generation
 from joma.train.interrupt import interruptible
-from joma.train.optimiser import Optimiser, captured_update, clip_gradients
+from joma.train.optimiser import Optimiser
 
 Model = TypeVar("Model", bound=nn.Module)
 Record = Callable[[Model, int], Mapping[str, Tensor]]
 
 NEVER = -1  # the step at which a seed that stayed finite diverged
 HEARTBEAT = 0.5  # seconds between two looks at the loss for the progress bar
-PRECISIONS = {"highest": "float32", "high": "TF32", "bf16": "bfloat16, accumulated in float32"}
+PRECISIONS = {"highest": "float32", "high": "TF32", "bf16": "bfloat16, accumulated in float32; records TF32"}
 
 
 def _nothing(model: nn.Module, step: int) -> dict[str, Tensor]:  # noqa: ARG001  (the signature of `record`)
@@ -56,6 +56,7 @@ def fit(
     save: Iterable[int] | None = None,
     precision: str = "highest",
     compiled: bool = True,
+    dynamic: bool = False,
     progress: Progress = SILENT,
     label: str = "training",
 ) -> xr.Dataset:
@@ -82,7 +83,8 @@ def fit(
         checkpoints: a folder of its own; with one, the run is saved, and goes on from what is there.
         save: the steps at which to save; ten of them if not given.
         precision: of float32 matrix products on CUDA, a name of `PRECISIONS`; the CPU's are always exact.
-        compiled: whether the parts that the model calls `repeated` are compiled on CUDA before a step is captured.
+        compiled: whether the parts that the model calls `compiled` are compiled on CUDA before a step is captured.
+        dynamic: compile for all sizes at once, where several models of other sizes train one after the other.
         progress, label: where to report progress, and under which words.
 
     Returns:
@@ -99,12 +101,13 @@ def fit(
     steps = whole("steps", steps, low=0)
     moments = _moments(range(steps + 1) if at is None else at, steps)
     saves = frozenset(schedule.every(max(1, steps // 10), steps) if save is None else save)
-    training = _Training(model, loss, optimiser, record, precision=precision, compiled=compiled)
+    training = _Training(model, loss, optimiser, record, precision=precision, compiled=compiled, dynamic=dynamic)
     labels = _labels(seeds, training.diverged)
     store = None if checkpoints is None else Checkpoints(checkpoints)
     start, finished = training.resume(store, steps)
     if not finished:
         with _products(precision), interruptible() as stop, progress.task(label, total=steps) as work:
+            training.prepare(start)
             if start:
                 work.advance(start)
             for step in range(start, steps + 1):
@@ -133,9 +136,10 @@ class _Training(Generic[Model]):
         *,
         precision: str,
         compiled: bool,
+        dynamic: bool,
     ) -> None:
         self.model, self.loss, self.optimiser, self.record = model, loss, optimiser, record
-        self.half, self.compiled = precision == "bf16", compiled
+        self.half, self.compiled, self.dynamic = precision == "bf16", compiled, dynamic
         self.seeds = _seeds(model)
         self.rule = optimiser.build(model)
         device = next(model.parameters()).device
@@ -147,13 +151,15 @@ class _Training(Generic[Model]):
         self.graph: torch.cuda.CUDAGraph | None = None
         self.seen = time.monotonic()
 
+    def prepare(self, start: int) -> None:
+        """On CUDA, capture a step before the first one, where the rule's moments are still zero."""
+        self.now.fill_(start)
+        if self.on_cuda:
+            self._capture()
+
     def step(self, step: int, *, record: bool, update: bool) -> None:
         """One step: eager where something is recorded and on the CPU, otherwise a replay of the captured one."""
-        if self.on_cuda and not record and update:
-            if self.graph is None:
-                self.now.fill_(step)
-                self._capture()
-            assert self.graph is not None
+        if self.graph is not None and not record and update:
             self.graph.replay()
             return
         self.now.fill_(step)
@@ -162,7 +168,7 @@ class _Training(Generic[Model]):
         if record:
             _keep(self.recorded, {"loss": self.losses, **self.record(self.model, step)}, lost)
         if update:
-            self._update(lost)
+            self.rule.update(self.now, lost)
         self.now.fill_(step + 1)
 
     def _backward(self) -> None:
@@ -181,35 +187,14 @@ class _Training(Generic[Model]):
         lost = self.diverged != NEVER
         return lost if bool(lost.any()) else None
 
-    def _clip(self) -> list[nn.Parameter]:
-        parameters = [parameter for group in self.rule.param_groups for parameter in group["params"]]
-        if self.optimiser.clip is not None:
-            clip_gradients(parameters, self.optimiser.clip)
-        return parameters
-
-    def _update(self, lost: Bool[Tensor, " seed"] | None) -> None:
-        """Apply the rule, not to lost seeds: momenta and decay would move them even without a gradient."""
-        parameters = self._clip()
-        if lost is None:
-            self.rule.step()
-            return
-        before = [parameter.detach()[lost].clone() for parameter in parameters]
-        self.rule.step()
-        with torch.no_grad():
-            for parameter, old in zip(parameters, before, strict=True):
-                parameter[lost] = old
-
     def _capture(self) -> None:
-        """Compile what repeats in the model and capture a whole step; the trial steps that this takes are undone.
+        """Compile what repeats in the model and capture a whole step.
 
-        A lost seed is not held back inside the graph: its numbers are NaN from then on, and reach no other seed.
+        The steps on trial that this takes change no parameter; all else that they change is put back. A lost seed is
+        not held back inside the graph: its numbers are NaN from then on, and reach no other seed.
         """
-        if not self.rule.state and not isinstance(self.rule, torch.optim.SGD):
-            self._first_update()
-        kept = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()}
-        self.rule.zero_grad()
         aside = torch.cuda.Stream()
-        with _compiled_parts(self.model, enabled=self.compiled):
+        with self._on_trial(), _compiled_parts(self.model, enabled=self.compiled, dynamic=self.dynamic):
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
                 for _ in range(3):
@@ -219,32 +204,36 @@ class _Training(Generic[Model]):
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self._captured_step()
-        with torch.no_grad():
-            for name, tensor in self._tensors().items():
-                tensor.copy_(kept[name])
+
+    @contextmanager
+    def _on_trial(self) -> Iterator[None]:
+        gate = getattr(self.rule, "gate", None)
+        changing = {name: own for name, own in self._tensors().items() if gate is None or not name.startswith("model/")}
+        fresh = gate is not None and int(self.now) == 0  # then the moments are zero, and need not be kept
+        kept = {name: own.to("cpu", copy=True) for name, own in changing.items() if not (fresh and "rule/" in name)}
+        if gate is not None:
+            gate.zero_()
+        self.rule.zero_grad()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, own in changing.items():
+                    own.copy_(kept[name]) if name in kept else own.zero_()
+            if gate is not None:
+                gate.fill_(1.0)
 
     def _captured_step(self) -> None:
         self._backward()
-        self._clip()
-        captured_update(self.rule)
+        self.rule.update(self.now)
         self.now.add_(1)
-
-    def _first_update(self) -> None:
-        """Let the rule make its moments, and undo the update: a captured step needs them to be there."""
-        before = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()}
-        self._backward()
-        self.rule.step()
-        with torch.no_grad():
-            for name, tensor in self._tensors().items():
-                tensor.copy_(before[name]) if name in before else tensor.zero_()
 
     def _tensors(self) -> dict[str, Tensor]:
         """All that a step changes: parameters, the rule's state, the step and the seeds lost, by name."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             tensors[f"model/{name}"] = parameter.detach()
-            state = self.rule.state.get(parameter, {})
-            tensors |= {f"rule/{name}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+            tensors |= {f"rule/{name}/{kind}": own for kind, own in self.rule.moments.get(name, {}).items()}
         return tensors | {"now": self.now, "diverged": self.diverged}
 
     def state(self, *, final: bool = False) -> dict[str, Tensor]:
@@ -266,9 +255,8 @@ class _Training(Generic[Model]):
                 if kind == "model":
                     named[rest].copy_(tensor)
                 elif kind == "rule":
-                    parameter, key = rest.rsplit("/", 1)
-                    place = named[parameter].device if key != "step" or self.on_cuda else "cpu"
-                    self.rule.state[named[parameter]][key] = tensor.to(place)
+                    parameter, kind = rest.rsplit("/", 1)
+                    self.rule.moments[parameter][kind].copy_(tensor)
                 elif kind == "recorded":
                     self.recorded[rest] = list(tensor)
             self.diverged.copy_(found.tensors["diverged"])
@@ -294,13 +282,13 @@ class _Training(Generic[Model]):
 
 
 @contextmanager
-def _compiled_parts(model: nn.Module, *, enabled: bool) -> Iterator[None]:
-    """Compile the modules of the class that the model calls `repeated`, one graph for all, while a step is captured."""
-    repeated = getattr(model, "repeated", None) if enabled else None
-    parts = [part for part in model.modules() if repeated is not None and isinstance(part, repeated)]
+def _compiled_parts(model: nn.Module, *, enabled: bool, dynamic: bool) -> Iterator[None]:
+    """Compile the modules of the classes that the model calls `compiled`, a graph a class, while a step is captured."""
+    classes = getattr(model, "compiled", ()) if enabled else ()
+    parts = [part for part in model.modules() if isinstance(part, classes)]
     with torch._dynamo.config.patch(recompile_limit=64):
         for part in parts:
-            part.compile(dynamic=True)  # one graph for every number of samples and positions
+            part.compile(dynamic=dynamic or None)
         try:
             yield
         finally:
@@ -312,7 +300,7 @@ def _compiled_parts(model: nn.Module, *, enabled: bool) -> Iterator[None]:
 def _products(precision: str) -> Iterator[None]:
     choice("precision", precision, PRECISIONS)
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
+    torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")
     try:
         yield
     finally:
