@@ -1,8 +1,10 @@
 """Shapes and types are checked at run time in the tests: jaxtyping's import hook with beartype."""
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("JOMA_CACHE", os.path.join(tempfile.gettempdir(), f"joma-tests-{os.getuid()}"))
 
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
