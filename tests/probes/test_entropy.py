@@ -1,11 +1,27 @@
+"""Entropy against SciPy; attention's entropy against the whole matrix in float64, and against PyTorch's own attention.
+
+PyTorch's attention with an identity for values returns the weights themselves: what it makes of masks, causality,
+scale and shared heads is the meaning that ours must have.
+"""
+
+from __future__ import annotations
+
+import warnings
+
 import pytest
 import scipy.stats
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import joma
 from joma.arguments import InputError
-from joma.probes.entropy import entropy
+from joma.probes import blocks
+from joma.probes.entropy import attention_entropy, attention_rows, effective_tokens, entropy, mean_entropy
+
+TINY = blocks.Shape(60, 3, 5)
 
 
 @given(st.integers(1, 9), st.floats(0, 60), st.integers(0, 1000))
@@ -20,3 +36,284 @@ def test_entropy_agrees_with_scipy(tokens, sharpness, seed):
 def test_what_is_no_distribution_is_refused(p):
     with pytest.raises(InputError, match="softmax"):
         entropy(torch.tensor(p))
+
+
+def of_matrix(query, key, *, causal=False, scale=None):
+    """Entropy, largest weight and log-sum-exp from the whole matrix in float64."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = scale * query.double() @ key.double().mT
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    p = scores.softmax(-1)
+    return torch.special.entr(p).sum(-1), p.amax(-1), scores.logsumexp(-1)
+
+
+def by_torch(query, key, **options):
+    """Entropy and largest weight from the weights that PyTorch's attention applies to an identity."""
+    heads = query.shape[:-2] if not options.get("enable_gqa") else (*query.shape[:-2][:-1], key.shape[-3])
+    identity = torch.eye(key.shape[-2], dtype=torch.float64).expand(*heads, -1, -1)
+    key = key.double().expand(*heads, *key.shape[-2:])
+    p = scaled_dot_product_attention(query.double(), key, identity, **options)
+    return torch.special.entr(p).sum(-1), p.amax(-1)
+
+
+KINDS = ("random", "peaked", "constant", "one-hot", "offset")
+
+
+@st.composite
+def inputs(draw, dtype=torch.float32):
+    """Queries and keys of each kind, long enough for several blocks."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    kind, dim = draw(st.sampled_from(KINDS)), draw(st.sampled_from([1, 8, 33, 64]))
+    queries, keys = draw(st.integers(1, 400)), draw(st.integers(1, 400))
+    query = torch.randn(2, queries, dim, generator=generator)
+    key = torch.randn(2, keys, dim, generator=generator)
+    if kind == "peaked":
+        query = 30 * query
+    if kind == "constant":
+        key = key[:, :1].expand(-1, keys, -1) * draw(st.sampled_from([0.0, 1.0, 30.0]))
+    if kind == "one-hot":
+        query = 50 * dim**0.5 * torch.nn.functional.one_hot(torch.arange(queries) % dim, dim).float().expand(2, -1, -1)
+        key = torch.nn.functional.one_hot(torch.arange(keys) % dim, dim).float().expand(2, -1, -1)
+    if kind == "offset":
+        key = key + draw(st.sampled_from([-30.0, 30.0]))
+    return query.to(dtype), key.to(dtype)
+
+
+def within(ours, query, key, causal):
+    true, largest, lse = of_matrix(query, key, causal=causal)
+    allowed = 2e-5 * (lse / 30).clamp(min=1)
+    assert bool(((ours.entropy - true).abs() <= allowed).all())
+    assert bool(((ours.largest - largest).abs() <= allowed).all())
+
+
+@settings(max_examples=60)
+@given(inputs(), st.booleans())
+def test_float32_is_within_the_promised_error(case, causal):
+    within(attention_rows(*case, causal=causal), *case, causal)
+    true, _, lse = of_matrix(*case, causal=causal)
+    assert bool(((attention_entropy(*case, causal=causal) - true).abs() <= 2e-5 * (lse / 30).clamp(min=1)).all())
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32), st.integers(1, 40), st.integers(2, 40), st.floats(0, 29), st.booleans())
+def test_small_scores_take_the_short_way_over_any_number_of_blocks(seed, queries, keys, size, causal):
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (torch.randn(2, 3, n, 5, generator=generator) for n in (queries, keys))
+    query, key = (x / torch.linalg.vector_norm(x, dim=-1).amax() for x in (query, key - key.mean(-2, keepdim=True)))
+    scores = blocks.Scores(query, key, None, causal, size)
+    assert blocks._fits_bounded(scores)
+    assert not blocks._fits_bounded(blocks.Scores(query, key + 1, None, causal, 60.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_WIDE", blocks.Shape(60, 4, 8))
+        ours = blocks.rows(scores, ("bounded",)).entropy
+    true = of_matrix(query, key, causal=causal, scale=size)[0]
+    assert bool(((ours - true).abs() <= 2e-5).all())
+
+
+@settings(max_examples=30)
+@given(st.sampled_from([torch.bfloat16, torch.float16]).flatmap(inputs), st.booleans())
+def test_half_precision_is_as_good_as_float32(case, causal):
+    ours = attention_rows(*case, causal=causal)
+    assert ours.entropy.dtype == torch.float32
+    within(ours, *case, causal)
+
+
+@settings(max_examples=20)
+@given(inputs(torch.float64), st.booleans())
+def test_it_is_the_log_sum_exp_less_the_mean_score(case, causal):
+    """The identity H = lse − scale · q·o with o = attention(q, k, k), from the fused kernel in float64."""
+    query, key = (tensor[None] for tensor in case)
+    scale = query.shape[-1] ** -0.5
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, lse = kernel(query, key, key, 0.0, causal, scale=scale)
+    expected = lse - scale * (query * output).sum(-1)
+    ours = attention_entropy(query, key, causal=causal)
+    assert ours.dtype == torch.float64
+    assert bool(((ours - expected).abs() <= 1e-13 * (10 + lse.abs())).all())
+
+
+@st.composite
+def attentions(draw):
+    """Whatever PyTorch's attention accepts: leading axes, masks of all kinds, shared heads, lengths, scale."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    grouped = draw(st.booleans())
+    lead = tuple(draw(st.lists(st.integers(1, 3), min_size=1 if grouped else 0, max_size=3)))
+    queries, keys, dim = draw(st.integers(1, 12)), draw(st.integers(1, 12)), draw(st.integers(1, 9))
+    group = draw(st.integers(1, 3)) if grouped else 1
+    query_lead = (*lead[:-1], lead[-1] * group) if grouped else lead
+    query = torch.randn(*query_lead, queries, dim, generator=generator, dtype=torch.float64)
+    key = torch.randn(*lead, keys, dim, generator=generator, dtype=torch.float64)
+    options = {"scale": draw(st.sampled_from([None, 0.3, 3.0])), "enable_gqa": grouped}
+    kind = draw(st.sampled_from(["none", "causal", "boolean", "infinite", "least", "bias"]))
+    if kind == "causal":
+        return query, key, {**options, "is_causal": True}
+    if kind == "none":
+        return query, key, options
+    shape = [draw(st.sampled_from([1, size])) for size in (*query_lead, queries, keys)]
+    shape = shape[draw(st.integers(0, len(shape) - 2)) :]
+    seen = torch.rand(shape, generator=generator) < 0.7
+    seen[..., 0] = True
+    low = {"infinite": -torch.inf, "least": torch.finfo(torch.float64).min}.get(kind, 0.0)
+    bias = 5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    masks = {"boolean": seen, "bias": bias}
+    return (
+        query,
+        key,
+        {**options, "attn_mask": masks.get(kind, torch.zeros(shape, dtype=torch.float64).masked_fill(~seen, low))},
+    )
+
+
+@settings(max_examples=200)
+@given(attentions(), st.booleans())
+def test_arguments_mean_what_they_mean_to_torch(case, tiny):
+    query, key, options = case
+    entropies, largest = by_torch(query, key, **options)
+    options["causal"], options["mask"] = options.pop("is_causal", False), options.pop("attn_mask", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if tiny:
+            patch.setitem(blocks._TILES, "cpu", TINY)
+        ours = attention_rows(query, key, **options)
+    torch.testing.assert_close(ours.entropy, entropies, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.largest, largest, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.effective, entropies.exp(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(attention_entropy(query, key, **options), entropies, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 999), st.booleans(), st.booleans(), st.booleans())
+def test_hidden_rows_are_nan_and_left_out_of_means(seed, causal, boolean, tiny):
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (torch.randn(2, 3, 8, 4, generator=generator) for _ in range(2))
+    seen = torch.rand(2, 1, 8, 8, generator=generator) < 0.3
+    with pytest.MonkeyPatch.context() as patch:
+        if tiny:
+            patch.setitem(blocks._TILES, "cpu", TINY)
+        mask = seen if boolean else torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        ours = attention_rows(query, key, mask=mask, causal=causal)
+    visible = seen & torch.ones(8, 8, dtype=torch.bool).tril() if causal else seen
+    count = visible.sum(-1).expand(2, 3, 8)
+    assert torch.equal(ours.entropy.isnan(), count == 0)
+    assert torch.equal(ours.relative.isnan(), count <= 1)
+    scores = (query @ key.mT / 2).masked_fill(~visible, -torch.inf)[count > 0]
+    expected = torch.special.entr(scores.double().softmax(-1)).sum(-1)
+    torch.testing.assert_close(ours.entropy[count > 0].double(), expected, rtol=0, atol=2e-6)
+    limit = count[count > 1].double().log()
+    torch.testing.assert_close(
+        ours.relative[count > 1].double(), expected[count[count > 0] > 1] / limit, atol=5e-6, rtol=0
+    )
+    if bool((count > 0).any()):
+        torch.testing.assert_close(mean_entropy(ours.entropy, (0, 1, 2)).double(), expected.mean(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_a_scale_may_be_zero_or_negative_though_torch_returns_nan(scale):
+    query = torch.randn(3, 20, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = of_matrix(query, query, causal=True, scale=scale)[0]
+    torch.testing.assert_close(attention_entropy(query, query, causal=True, scale=scale), expected, rtol=0, atol=1e-12)
+
+
+def test_uniform_causal_attention_has_the_known_mean():
+    rows = attention_rows(
+        torch.zeros(35, 4), torch.randn(35, 4, generator=torch.Generator().manual_seed(0)), causal=True
+    )
+    assert mean_entropy(rows.entropy).item() == pytest.approx(2.63246, abs=5e-6)  # ln(35!)/35
+    torch.testing.assert_close(rows.relative[1:], torch.ones(34))
+    torch.testing.assert_close(effective_tokens(rows.entropy), torch.arange(1.0, 36.0))
+
+
+class Largest(TorchDispatchMode):
+    """Remember the largest tensor that any operation returned."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        del types
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return result
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_matrix_of_queries_by_keys_is_held(masked):
+    query = torch.randn(1, 2, 6000, 2, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 6000, dtype=torch.bool).expand(6000, 6000) if masked else None
+    with Largest() as held:
+        attention_rows(query, query, causal=not masked, mask=mask)
+    assert held.numbers < 6000**2 / 15
+
+
+def test_products_are_exact_whatever_is_allowed_elsewhere():
+    query = 30 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        within(attention_rows(query, query / 30), query, query / 30, causal=False)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_no_gradient_flows_and_inputs_are_left_alone():
+    query = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    copy = query.detach().clone()
+    assert not attention_entropy(query, query).requires_grad
+    torch.testing.assert_close(query.detach(), copy, rtol=0, atol=0)
+    assert joma.attention_entropy is attention_entropy
+
+
+Q = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "word"),
+    [
+        ({"query": Q.long()}, "query", "int64"),
+        ({"key": Q[0, 0, 0]}, "key", r"\(8,\)"),
+        ({"key": Q[:, :, :0]}, "key", "non-empty"),
+        ({"key": Q.double()}, "key", "float64"),
+        ({"key": Q[..., :4]}, "key", "width 4"),
+        ({"key": Q[:, :2]}, "key", "enable_gqa"),
+        ({"key": Q[:, :3], "enable_gqa": True}, "key", "divides the 4"),
+        ({"key": Q[None]}, "key", "leading axes"),
+        ({"mask": torch.ones(5, 6, dtype=torch.bool)}, "mask", r"\(5, 6\)"),
+        ({"mask": torch.ones(6, 6, dtype=torch.int64)}, "mask", "int64"),
+        ({"scale": float("nan")}, "scale", "NaN"),
+        ({"precision": "hihg"}, "precision", "did you mean 'high'"),
+    ],
+)
+@pytest.mark.parametrize("function", [attention_entropy, attention_rows])
+def test_bad_input_is_named(function, change, name, word):
+    options = {"query": Q, "key": Q, **change}
+    with pytest.raises(InputError, match=f"`{name}` must be .*{word}"):
+        function(options.pop("query"), options.pop("key"), **options)
+
+
+def test_a_mean_of_no_rows_is_refused():
+    with pytest.raises(InputError, match="`entropy`"):
+        mean_entropy(torch.ones(3, dtype=torch.int64))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", list(blocks.IMPLEMENTATIONS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["plain", "causal", "boolean", "bias"])
+def test_every_way_on_a_gpu_agrees_with_float64(name, dtype, kind):
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 6, 700, 72, generator=generator), torch.randn(2, 3, 700, 72, generator=generator)
+    seen = torch.rand(2, 1, 700, 700, generator=generator) < 0.5
+    mask = {"boolean": seen, "bias": 5 * torch.randn(700, 700, generator=generator)}.get(kind)
+    query, key, mask = (None if tensor is None else tensor.cuda() for tensor in (query.to(dtype), key.to(dtype), mask))
+    expanded = None if mask is None else mask.expand(2, 6, 700, 700)
+    scores = blocks.Scores(query, key, expanded, kind == "causal", 72**-0.5)
+    way = blocks.IMPLEMENTATIONS[name]
+    if not way.fits(scores):
+        pytest.skip(f"{name} does not take this")
+    exact = blocks.blocked(blocks.Scores(query.double(), key.double(), expanded, kind == "causal", 72**-0.5))
+    error = {"flash": 0.1, "rounded": 2e-5 if dtype != torch.float32 else 0.01}.get(name, 2e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = way.rows(scores)
+    torch.testing.assert_close(found.entropy.double(), exact.entropy, rtol=0, atol=error, equal_nan=True)

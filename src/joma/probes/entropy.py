@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from joma.arguments import InputError
+from joma.arguments import InputError, choice, real
+from joma.probes import blocks
+from joma.probes.blocks import Scores
+
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class AttentionRows(NamedTuple):
+    """What each query's attention looks like; every field has the shape of `query` less its last axis."""
+
+    entropy: Tensor  # in nats
+    relative: Tensor  # entropy over its largest possible value, the logarithm of the number of keys that are seen
+    effective: Tensor  # exp(entropy), the effective number of tokens
+    largest: Tensor  # the largest weight
 
 
 def entropy(p: Tensor, dim: int = -1) -> Tensor:
@@ -26,3 +41,190 @@ def entropy(p: Tensor, dim: int = -1) -> Tensor:
         got = f"sums in [{float(sums.min()):.3g}, {float(sums.max()):.3g}]"
         raise InputError("p", "distributions that sum to 1", got, "apply `.softmax(-1)` first")
     return torch.special.entr(p).sum(dim=dim)
+
+
+def attention_entropy(
+    query: Tensor,
+    key: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    precision: str = "high",
+) -> Tensor:
+    """Return the entropy of each row of scaled dot-product attention, without the matrix of attention.
+
+        H_i = −Σ_j p_ij ln p_ij,    p_i = softmax_j(scale · q_i·k_j + bias_ij)
+
+    in nats, exact up to rounding, in memory proportional to the length. The arguments mean what they mean for
+    `torch.nn.functional.scaled_dot_product_attention`. It is a measure: no gradient flows through it.
+
+    Args:
+        query: [*batch, head, query, dim], float16, bfloat16, float32 or float64; fewer or more leading axes will do.
+        key: [*batch, head, key, dim], its leading axes as those of `query` or 1.
+        causal: whether query i sees keys 0 to i alone, counted from the first of both also where lengths differ.
+        mask: to broadcast to [*batch, head, query, key]: True where a key is seen, or a bias that is added to the
+            scores. −inf, and a number below half the least of its type, hide the key. With `causal` both apply.
+        scale: 1/√dim if not given.
+        enable_gqa: whether several heads of `query` may share one of `key`, neighbours the same one.
+        precision: "high" multiplies and adds in float32 at least, whatever the inputs. "fast" lets a GPU round
+            float32 factors to TF32, and takes half precision's fused attention where our own kernel cannot run.
+
+    Returns:
+        [*batch, head, query] in float32, or float64 for float64; NaN where all keys are hidden: see `mean_entropy`.
+
+    >>> query, key = torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 4, 8)
+    >>> attention_entropy(query, key, causal=True).exp()
+    tensor([[[1., 2., 3., 4.]]])
+    """
+    order = choice("precision", precision, blocks.PRECISIONS)
+    scores = _scores(query, key, causal, mask, scale, grouped=enable_gqa)
+    return torch.cat([blocks.rows(part, order).entropy for part in scores]).view(query.shape[:-1])
+
+
+def attention_rows(
+    query: Tensor,
+    key: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    precision: str = "high",
+) -> AttentionRows:
+    """Return entropy, relative entropy, effective number of tokens and largest weight of each row of attention.
+
+        H_i / ln n_i,    exp(H_i),    max_j p_ij,        n_i the number of keys that query i sees
+
+    in one pass over the keys. Where one key is seen the relative entropy, 0/0, is NaN.
+
+    Args:
+        query: [*batch, head, query, dim]; this and all others as for `attention_entropy`.
+        key: [*batch, head, key, dim].
+        causal: whether query i sees keys 0 to i alone.
+        mask: True where a key is seen, or a bias.
+        scale: 1/√dim if not given.
+        enable_gqa: whether several heads of `query` may share one of `key`.
+        precision: "high" or "fast".
+
+    Returns:
+        Four tensors [*batch, head, query], NaN where all keys are hidden.
+
+    >>> rows = attention_rows(torch.zeros(2, 8), torch.ones(4, 8))
+    >>> rows.relative, rows.effective, rows.largest
+    (tensor([1., 1.]), tensor([4., 4.]), tensor([0.2500, 0.2500]))
+    """
+    order = choice("precision", precision, blocks.PRECISIONS)
+    scores = _scores(query, key, causal, mask, scale, grouped=enable_gqa)
+    found = [blocks.rows(part, order, largest=True) for part in scores]
+    nats, largest = (torch.cat(parts).view(query.shape[:-1]) for parts in zip(*found, strict=True))
+    seen = torch.cat([blocks.visible(part) for part in scores]).view(query.shape[:-1])
+    limit = seen.to(nats.dtype).log()
+    return AttentionRows(nats, nats / limit.masked_fill(seen <= 1, torch.nan), effective_tokens(nats), largest)
+
+
+def effective_tokens(entropy: Tensor) -> Tensor:
+    """Return exp(H), the number of tokens that uniform attention of the same entropy would look at.
+
+    Args:
+        entropy: in nats, of any shape.
+
+    Returns:
+        A tensor of the same shape, at least 1.
+
+    >>> effective_tokens(torch.tensor([0.0, 0.6931472]))
+    tensor([1., 2.])
+    """
+    return entropy.exp()
+
+
+def mean_entropy(entropy: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    """Return the mean of row entropies over the rows that are defined.
+
+        H̄ = (1/n) Σ_{i: H_i not NaN} H_i,    n the number of such rows
+
+    Args:
+        entropy: [*batch, head, query], as `attention_entropy` returns it.
+        dim: the axes to average over; the rows if not given.
+
+    Returns:
+        `entropy` less these axes, NaN where all rows are.
+
+    >>> mean_entropy(torch.tensor([[1.0, 0.5, torch.nan], [0.5, 0.5, 0.5]]))
+    tensor([0.7500, 0.5000])
+    """
+    if not entropy.is_floating_point() or entropy.ndim == 0:
+        got = f"{entropy.dtype} of shape {tuple(entropy.shape)}"
+        raise InputError("entropy", "row entropies [*batch, query]", got, "pass what `attention_entropy` returns")
+    return entropy.nanmean(dim=dim)
+
+
+def _scores(
+    query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None, *, grouped: bool
+) -> list[Scores]:
+    """Check everything and bring it to four axes: one batch axis and one of heads."""
+    _check_tensors(query, key)
+    factor = query.shape[-1] ** -0.5 if scale is None else float(real("scale", scale, ndim=0))
+    lead = query.shape[:-2]
+    query, key = query.detach(), key.detach()
+    key = key.expand(*_key_lead(lead, key.shape[:-2], grouped), *key.shape[-2:])
+    if mask is not None:
+        mask = _expanded(mask, (*lead, query.shape[-2], key.shape[-2]), query.device)
+    outer = lead[:-2].numel()  # not flattened: a mask that repeats along some axes would have to be copied
+    return [
+        Scores(_nth(query, n), _nth(key, n), None if mask is None else _nth(mask, n), causal, factor)
+        for n in range(outer)
+    ]
+
+
+def _nth(tensor: Tensor, n: int) -> Tensor:
+    """Return one batch of four axes, the n-th along the axes before them."""
+    for size in reversed(tensor.shape[:-4]):
+        tensor, n = tensor.select(tensor.ndim - 5, n % size), n // size
+    return tensor[(None,) * (4 - tensor.ndim)]
+
+
+def _check_tensors(query: Tensor, key: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.dtype not in _TYPES:
+            raise InputError(name, "of float16, bfloat16, float32 or float64", tensor.dtype, "convert it first")
+        if tensor.ndim < 2 or tensor.numel() == 0:
+            got = f"shape {tuple(tensor.shape)}"
+            raise InputError(name, "[*batch, head, length, dim] and non-empty", got, "pass what attention is given")
+    for name, ours, other in (
+        ("key", key.dtype, query.dtype),
+        ("key", key.device, query.device),
+        ("key", f"of width {key.shape[-1]}", f"of width {query.shape[-1]}"),
+    ):
+        if ours != other:
+            raise InputError(name, f"{other}, as `query`", ours, "bring both to the same")
+
+
+def _key_lead(query: torch.Size, key: torch.Size, grouped: bool) -> tuple[int, ...]:
+    """Return the key's leading axes after broadcasting, heads left as they are where they are shared."""
+    expected = f"of leading axes {tuple(query)} as `query`, or 1"
+    remedy = "align the leading axes" if grouped else "align the leading axes, or pass enable_gqa=True for shared heads"
+    if grouped and (not query or not key or query[-1] % key[-1] or query[-1] < key[-1]):
+        expected = f"of a number of heads that divides the {query[-1] if query else 0} of `query`"
+        raise InputError("key", expected, f"leading axes {tuple(key)}", "check the axis of heads")
+    target = (*query[:-1], key[-1]) if grouped else tuple(query)
+    try:
+        fits = torch.broadcast_shapes(key, target) == target
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise InputError("key", expected, f"leading axes {tuple(key)}", remedy)
+    return target
+
+
+def _expanded(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    if mask.dtype != torch.bool and mask.dtype not in _TYPES:
+        raise InputError("mask", "boolean or floating", mask.dtype, "pass True where a key is seen, or a bias")
+    if mask.device != device:
+        raise InputError("mask", f"on {device}, as `query`", mask.device, "move it there")
+    try:
+        return mask.detach().expand(shape)
+    except RuntimeError:
+        got = f"shape {tuple(mask.shape)}"
+        raise InputError("mask", f"of a shape that broadcasts to {shape}", got, "align it from the right") from None

@@ -1,0 +1,263 @@
+"""Attention entropy and stable rank beside the plain way: speed, memory and error, on the CPU and on any CUDA device.
+
+The plain way to entropy is the whole matrix: `softmax`, then `entr`. On CUDA every implementation is timed and its
+error measured, so that the order in `joma.probes.blocks.PRECISIONS` can be judged.
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from joma.probes import blocks
+from joma.probes.blocks import IMPLEMENTATIONS, PRECISIONS, Scores
+from joma.probes.entropy import attention_entropy
+from joma.probes.rank import spectral_norm, stable_rank
+
+Row = tuple[str, str, str, bool]
+MIB = 2**20
+KINDS = ("random", "peaked", "constant", "one-hot")
+
+
+def rows() -> Iterator[Row]:
+    """Yield what is measured, what is asked, what is reached, and whether that is enough."""
+    yield from on_cpu()
+    yield from errors("cpu", torch.float32, "high", 1024)
+    yield from errors("cpu", torch.bfloat16, "high", 1024)
+    yield from ranks("cpu")
+    if torch.cuda.is_available():
+        yield from errors("cuda", torch.float32, "high", 4096)
+        yield from errors("cuda", torch.bfloat16, "high", 4096)
+        yield from on_cuda()
+        yield from long()
+        yield from tiles()
+        yield from ranks("cuda")
+
+
+def inputs(length: int, heads: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Random queries and keys, 64 wide."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, length, 64, generator=generator).to(device, dtype) for _ in range(2))
+    return query, key
+
+
+def eager(query: Tensor, key: Tensor, *, upcast: bool = False) -> Tensor:
+    """Entropy from the whole matrix, causal; `upcast` takes the softmax in float32, as models do."""
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+    p = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1, dtype=torch.float32 if upcast else query.dtype)
+    return torch.special.entr(p).sum(dim=-1)
+
+
+def ours(query: Tensor, key: Tensor) -> Tensor:
+    """The same without the matrix."""
+    return attention_entropy(query, key, causal=True)
+
+
+def seconds(call: Callable[[], object], repeats: int = 5) -> float:
+    """Return the best time of a call on the CPU, or the median on CUDA, after one that warms up."""
+    took = []
+    call()
+    for _ in range(repeats):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - begun)
+    return statistics.median(took) if torch.cuda.is_available() else min(took)
+
+
+def extra_memory(which: str) -> int:
+    """Return by how many bytes a call raises the resident memory of this process at its peak (Linux)."""
+    query, key = inputs(4096, 8, "cpu")
+    call = {"eager": eager, "ours": ours}[which]
+    call(query[..., :64, :], key[..., :64, :])  # loads what the first call loads
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _status("VmRSS")
+    call(query, key)
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def apart(which: str) -> int:
+    """Measure memory in a process of its own, where nothing freed earlier can be used again."""
+    code = f"from benchmarks.probes import extra_memory; print(extra_memory({which!r}))"
+    return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+
+def on_cpu() -> Iterator[Row]:
+    """Length 4,096, causal, 8 heads of 64, float32: both in turn, each at its best."""
+    query, key = inputs(4096, 8, "cpu")
+    slow, fast = [], []
+    for _ in range(3):
+        slow.append(seconds(lambda: eager(query, key), 1))
+        fast.append(seconds(lambda: ours(query, key), 5))
+    ratio = min(slow) / min(fast)
+    what = f"entropy, CPU, 4,096 x 8 heads, float32: eager ({min(slow):.2f} s) over ours ({min(fast):.3f} s)"
+    yield what, "≥ 15 x", f"{ratio:.1f} x", ratio >= 15
+    plain, own = apart("eager"), apart("ours")
+    what = f"the same: extra memory, ours ({own / MIB:.0f} MiB) in eager's ({plain / MIB:.0f} MiB)"
+    yield what, "≤ 1/50", f"1/{plain / own:.0f}", plain >= 50 * own
+
+
+def kinds(length: int, device: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Queries and keys of every kind that is asked for."""
+    query, key = inputs(length, 2, device)
+    axis = torch.nn.functional.one_hot(torch.arange(length, device=device) % 64, 64).float().expand(1, 2, -1, -1)
+    found = ((query, key), (30 * query, key), (query, key[..., :1, :].expand_as(key)), (400 * axis, axis))
+    for name, (q, k) in zip(KINDS, found, strict=True):
+        yield name, q.to(dtype), k.to(dtype)
+
+
+def judged(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy and log-sum-exp from the matrix in float64, causal."""
+    scores = query.double() @ key.double().mT * query.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    return torch.special.entr(scores.softmax(dim=-1)).sum(dim=-1), scores.logsumexp(dim=-1)
+
+
+def errors(device: str, dtype: torch.dtype, precision: str, length: int) -> Iterator[Row]:
+    """The worst error of what is taken by default, and of every implementation that can be taken."""
+    kind = str(dtype).removeprefix("torch.")
+    for order in (PRECISIONS[precision], *((name,) for name in IMPLEMENTATIONS)):
+        worst, share, told = 0.0, 0.0, []
+        for which, query, key in kinds(length, device, dtype):
+            scores = Scores(query, key, None, True, query.shape[-1] ** -0.5)
+            if not any(IMPLEMENTATIONS[name].fits(scores) for name in order):
+                continue
+            true, lse = judged(query, key)
+            error = (blocks.rows(scores, order).entropy - true).abs()
+            worst = max(worst, float(error.max()))
+            share = max(share, float((error / (2e-5 * (lse / 30).clamp(min=1))).max()))
+            told.append(f"{which} {float(error.max()):.0e}")
+        if dtype == torch.float32:
+            asked, reached, met = "≤ 1 x allowed", f"{share:.2f} x", share <= 1
+        else:
+            asked, reached, met = "≤ 0.01", f"{worst:.1e}", worst <= 0.01
+        if len(order) > 1:
+            yield f"entropy error, {device}, {kind} {precision}: {', '.join(told)}", asked, reached, met
+        elif told:
+            yield f"    {order[0]}: {', '.join(told)}", "–", reached, True
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Return the bytes of CUDA memory that a call allocates beside what is there."""
+    call()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def on_cuda() -> Iterator[Row]:
+    """Length 8,192, causal, 16 heads of 64: each precision against the eager form of the same type."""
+    for dtype, asked in ((torch.bfloat16, {"fast": 30, "high": 5}), (torch.float32, {"high": 5, "fast": 5})):
+        query, key = inputs(8192, 16, "cuda", dtype)
+        kind = str(dtype).removeprefix("torch.")
+        slow = seconds(lambda q=query, k=key: eager(q, k), 10)
+        models = seconds(lambda q=query, k=key: eager(q, k, upcast=True), 10)
+        plain = peak(lambda q=query, k=key: eager(q, k))
+        what = f"eager, CUDA, 8,192 x 16, {kind}: {1e3 * slow:.2f} ms, {plain / MIB:.0f} MiB; softmax in float32"
+        yield what, "–", f"{1e3 * models:.2f} ms", True
+        for precision, least in asked.items():
+
+            def call(q: Tensor = query, k: Tensor = key, p: str = precision) -> Tensor:
+                return attention_entropy(q, k, causal=True, precision=p)
+
+            fast, own = seconds(call, 20), peak(call)
+            what = f"entropy, CUDA, 8,192 x 16, {kind} {precision} ({1e3 * fast:.3f} ms): eager over ours"
+            yield what, f"≥ {least} x", f"{slow / fast:.1f} x", slow >= least * fast
+            yield f"the same, softmax in float32, {kind} {precision}", "–", f"{models / fast:.1f} x", True
+            what = f"the same: extra memory, {kind} {precision}, ours ({own / MIB:.1f} MiB) in eager's"
+            yield what, "≤ 1/150", f"1/{plain / max(own, 1):.0f}", plain >= 150 * own
+        yield from ways(query, key, kind, slow)
+
+
+def ways(query: Tensor, key: Tensor, kind: str, slow: float) -> Iterator[Row]:
+    """Every implementation that fits, on the same inputs."""
+    scores = Scores(query, key, None, True, query.shape[-1] ** -0.5)
+    for name, way in IMPLEMENTATIONS.items():
+        if way.fits(scores):
+            took = seconds(lambda w=way: w.rows(scores), 20)
+            what = f"    {kind}, {name}: {1e3 * took:.3f} ms, {peak(lambda w=way: w.rows(scores)) / MIB:.1f} MiB"
+            yield what, "–", f"{slow / took:.1f} x", True
+
+
+def long() -> Iterator[Row]:
+    """32,768 tokens, whose matrices no card holds."""
+    query, key = inputs(32768, 16, "cuda")
+    own = peak(lambda: ours(query, key)) / MIB
+    took = seconds(lambda: ours(query, key), 3)
+    what = f"entropy, CUDA, 32,768 x 16, float32 ({1e3 * took:.1f} ms): extra memory"
+    yield what, "≤ 300 MiB", f"{own:.1f} MiB", own <= 300
+    scores = Scores(query, key, None, True, query.shape[-1] ** -0.5)
+    own = peak(lambda: IMPLEMENTATIONS["efficient"].rows(scores)) / MIB
+    yield "the same from memory-efficient attention", "–", f"{own:.1f} MiB", True
+
+
+def tiles() -> Iterator[Row]:
+    """The kernel's own time for several tiles and kinds of product."""
+    query, key = inputs(8192, 16, "cuda")
+    one = Scores(query, key, None, True, 0.125)
+    if not IMPLEMENTATIONS["exact"].fits(one):
+        return
+    from joma.probes import kernel
+
+    half = Scores(query.bfloat16(), key.bfloat16(), None, True, 0.125)
+    true = judged(query[:, :2], key[:, :2])[0]
+    for scores, products in ((half, "tf32"), (one, "tf32"), (one, "tf32x3"), (one, "ieee")):
+        for shape in (
+            (64, 32, 4, 2),
+            (64, 64, 4, 2),
+            (64, 64, 4, 3),
+            (128, 64, 4, 3),
+            (128, 64, 8, 3),
+            (128, 128, 8, 3),
+        ):
+            tile = kernel.Tile(*shape)
+            kind = str(scores.query.dtype).removeprefix("torch.")
+            try:
+                took = seconds(lambda s=scores, p=products, t=tile: kernel.row_sums(s, p, t), 10)
+                error = (kernel.row_sums(scores, products, tile)[0][:, :2] - true).abs().max()
+                reached = f"{1e3 * took:.3f} ms"
+            except Exception as cause:  # a tile may be too large for the card
+                error, reached = float("nan"), type(cause).__name__
+            yield f"    kernel {kind} {products} {shape}: from float32's entropy {float(error):.0e}", "–", reached, True
+
+
+def ranks(device: str) -> Iterator[Row]:
+    """A 2,048 x 8,192 float32 matrix, random and of a flat spectrum, against all singular values."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2048, 8192, generator=generator).to(device)
+    fast = seconds(lambda: stable_rank(weight), 5)
+    begun = time.perf_counter()
+    values = torch.linalg.svdvals(weight).double().cpu()
+    slow = time.perf_counter() - begun
+    what = f"stable_rank, {device}, 2,048 x 8,192 ({fast:.3f} s): svdvals ({slow:.1f} s) over ours"
+    yield what, "≥ 20 x", f"{slow / fast:.1f} x", slow >= 20 * fast
+    true = float(values.square().sum() / values[0].square())
+    left, right = (torch.randn(n, 1, generator=generator, dtype=torch.float64) for n in weight.shape)
+    flat = torch.eye(*weight.shape, dtype=torch.float64)
+    flat = flat - 2 * left @ (left.mT @ flat) / left.square().sum()  # reflections keep all singular values at 1
+    flat = flat - 2 * (flat @ right) @ right.mT / right.square().sum()
+    for name, matrix, expected in (("random", weight, true), ("flat", flat.float().to(device), 2048.0)):
+        error = abs(float(stable_rank(matrix)) / expected - 1)
+        bounds = spectral_norm(matrix)
+        known = float((bounds.upper / bounds.lower).square() - 1)
+        what = f"stable_rank, {device}, {name} spectrum: relative error (bound {known:.1e})"
+        yield what, "≤ 1e-3", f"{error:.1e}", error <= 1e-3 and known <= 1.001e-3

@@ -1,0 +1,366 @@
+"""Row entropies of attention, block by block or from a fused kernel: no matrix of queries by keys is ever held.
+
+With scores s_ij = scale · q_i·k_j + bias_ij, m their largest value so far and d = s − m, two sums over keys are enough,
+
+    z = Σ_j exp(d_ij),    a = Σ_j d_ij exp(d_ij),        H_i = ln z − a/z,    largest weight 1/z,
+
+and both follow m when it grows: a ← exp(δ) (a + δ z), z ← exp(δ) z, δ = m_old − m_new. All terms of a have one sign, so
+nothing cancels; in H_i = lse_i − scale · q_i·o_i with o = attention(q, k, value := k), which fused kernels give, two
+numbers of the size of the scores do. Subtracting one vector from all keys of a head changes no entropy, and their mean
+is subtracted first wherever keys are held in full precision: an offset common to all scores then costs no digits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+from torch.nn.functional import pad
+
+HIDDEN = -1e30  # a score that is hidden: exp gives 0, and 0 times it is still 0, which −inf would make NaN
+_COPIES = 2**26  # bytes of keys, queries or outputs copied at a time
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Shape(NamedTuple):
+    """How many scores are held at once: in all, and of one head in queries by keys."""
+
+    scores: int
+    queries: int
+    keys: int
+
+
+# 1 MiB twice stays in the cache of one or two cores; a GPU needs more at once to be busy.
+_TILES = {"cpu": Shape(2**18, 128, 1024), "cuda": Shape(2**24, 512, 4096)}
+_WIDE = Shape(2**19, 128, 4096)  # a multiple of its queries in keys, so that causal blocks start before their rows
+_BOUND = 30.0  # exp(−60) of the largest weight is still far from the least float32
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What scaled dot-product attention takes the softmax of; several query heads may share a key head."""
+
+    query: Float[Tensor, "batch head query dim"]
+    key: Float[Tensor, "batch shared key dim"]
+    mask: Shaped[Tensor, "batch head query key"] | None
+    causal: bool
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of sums: float64 for float64, else float32."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+
+class Rows(NamedTuple):
+    """One number for each query; NaN where all keys are hidden."""
+
+    entropy: Float[Tensor, "batch head query"]
+    largest: Float[Tensor, "batch head query"] | None
+
+
+def hidden(mask: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+    """Return where a mask hides: False, −inf, or as low as its type goes (less than half its least number)."""
+    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+
+
+def visible(scores: Scores) -> Int[Tensor, "batch head query"]:
+    """Return how many keys each query sees."""
+    (batch, head, queries, _), keys = scores.query.shape, scores.key.shape[2]
+    row = torch.arange(queries, device=scores.query.device)
+    if scores.mask is None:
+        count = (row + 1).clamp(max=keys) if scores.causal else torch.full_like(row, keys)
+        return count.expand(batch, head, queries)
+    own = scores.mask[: 1 if scores.mask.stride(0) == 0 else None, : 1 if scores.mask.stride(1) == 0 else None]
+    step = max(1, _tile(scores).scores // (own.shape[0] * own.shape[1] * keys))
+    count = torch.cat([_seen(scores, own, row[i : i + step]) for i in range(0, queries, step)], dim=-1)
+    return count.expand(batch, head, queries)
+
+
+def _tile(scores: Scores) -> Shape:
+    return _TILES.get(scores.query.device.type, _TILES["cuda"])
+
+
+def _seen(scores: Scores, mask: Tensor, row: Int[Tensor, " row"]) -> Int[Tensor, "one two row"]:
+    seen = ~hidden(mask[:, :, int(row[0]) : int(row[-1]) + 1])
+    if scores.causal:
+        seen &= torch.arange(seen.shape[-1], device=row.device) <= row[:, None]
+    return seen.sum(dim=-1)
+
+
+def blocked(scores: Scores) -> Rows:
+    """Any mask, bias, shape and device, in float32 or float64."""
+    return Rows(*_by_blocks(scores, _tile(scores), _row_sums))
+
+
+def bounded(scores: Scores) -> Rows:
+    """Scores within ±30 on the CPU, without a mask: two thirds of the time, as softmax is one pass and not four."""
+    return Rows(_by_blocks(scores, _WIDE, _soft_sums)[0], None)
+
+
+def _by_blocks(scores: Scores, tile: Shape, sums: Callable[..., Tensor]) -> Float[Tensor, "result batch head query"]:
+    (batch, head, queries, _), keys = scores.query.shape, scores.key.shape[2]
+    rows, columns = min(queries, tile.queries), min(keys, tile.keys)
+    results = torch.empty(2, batch, head, queries, dtype=scores.dtype, device=scores.query.device)
+    results[1] = torch.nan
+    count, pieces = _pieces(scores, max(1, tile.scores // (rows * columns)))
+    space = torch.empty(2, count * rows * columns, dtype=scores.dtype, device=scores.query.device)
+    with _exact_products(scores.query.device):
+        for part, shared in pieces:
+            key = _centred(scores.key[shared], scores.dtype).flatten(0, 1)
+            for first in range(0, queries, rows):
+                at = (*part, slice(first, min(first + rows, queries)))
+                query = scores.query[at].to(scores.dtype) * scores.scale
+                mask = None if scores.mask is None else scores.mask[at]
+                begun = first if scores.causal else None
+                found = sums(query.flatten(0, 1), key, mask, begun, space=space, columns=columns)
+                results[(slice(len(found)), *at)] = found.unflatten(1, query.shape[:2])
+    return results
+
+
+def _row_sums(
+    query: Float[Tensor, "head row dim"],
+    key: Float[Tensor, "head key dim"],
+    mask: Shaped[Tensor, "batch own row key"] | None,
+    first: int | None,
+    *,
+    space: Float[Tensor, "two size"],
+    columns: int,
+) -> Float[Tensor, "two head row"]:
+    """Return entropy and largest weight of some rows; `first` is the number of the first one if they are causal."""
+    heads, rows = query.shape[:2]
+    end = key.shape[1] if first is None else min(key.shape[1], first + rows)
+    most = query.new_full((heads, rows, 1), HIDDEN)
+    z, a = torch.zeros_like(most), torch.zeros_like(most)
+    for start in range(0, end, columns):
+        stop = min(start + columns, end)
+        d, e = (part[: heads * rows * (stop - start)].view(heads, rows, stop - start) for part in space)
+        torch.bmm(query, key[:, start:stop].mT, out=d)
+        if mask is not None:
+            _apply(d.unflatten(0, mask.shape[:2]), mask[..., start:stop])
+        if first is not None:
+            _hide_later(d, first - start)
+        new = torch.maximum(most, d.amax(dim=-1, keepdim=True))
+        shift = most - new
+        torch.exp(d.sub_(new), out=e)
+        a = shift.exp() * (a + shift * z)
+        z = shift.exp() * z + e.sum(dim=-1, keepdim=True)
+        a += e.mul_(d).sum(dim=-1, keepdim=True)
+        most = new
+    found = torch.stack([z.log() - a / z, 1 / z])[..., 0]
+    return found.masked_fill(most[..., 0] <= HIDDEN / 2, torch.nan)
+
+
+def _soft_sums(
+    query: Float[Tensor, "head row dim"],
+    key: Float[Tensor, "head key dim"],
+    mask: None,
+    first: int | None,
+    *,
+    space: Float[Tensor, "two size"],
+    columns: int,
+) -> Float[Tensor, "one head row"]:
+    """Return the entropy of rows whose scores are small: H = lse − mean score, lse = s_0 − ln p_0 for any key seen."""
+    del mask
+    heads, rows = query.shape[:2]
+    end = key.shape[1] if first is None else min(key.shape[1], first + rows)
+    whole, mean = query.new_full((heads, rows), HIDDEN), query.new_zeros(heads, rows)
+    for start in range(0, end, columns):
+        stop = min(start + columns, end)
+        s, p = (part[: heads * rows * (stop - start)].view(heads, rows, stop - start) for part in space)
+        torch.bmm(query, key[:, start:stop].mT, out=s)
+        if first is not None:
+            _hide_later(s, first - start)
+        torch.softmax(s, dim=-1, out=p)
+        lse = s[..., 0] - p[..., 0].log()
+        new = torch.logaddexp(whole, lse)
+        mean = (whole - new).exp() * mean + (lse - new).exp() * p.mul_(s).sum(dim=-1)
+        whole = new
+    return (whole - mean)[None]
+
+
+def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:
+    """Hide what comes after each row; the first row is column `first`."""
+    begun = max(0, first)
+    if begun < d.shape[-1]:
+        row, column = torch.arange(d.shape[-2], device=d.device), torch.arange(begun, d.shape[-1], device=d.device)
+        d[..., begun:].masked_fill_(column > row[:, None] + first, HIDDEN)
+
+
+def _fits_bounded(scores: Scores) -> bool:
+    """By Cauchy and Schwarz, keys being centred; the first key of a block is then seen by all its rows."""
+    if scores.query.device.type != "cpu" or scores.mask is not None or scores.query.dtype == torch.float64:
+        return False
+    query, key = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (scores.query, scores.key))
+    middle = torch.linalg.vector_norm(scores.key.mean(dim=-2, dtype=torch.float32), dim=-1).amax()
+    return bool(abs(scores.scale) * query * (key + middle) <= _BOUND)
+
+
+def _apply(d: Float[Tensor, "batch head row column"], mask: Shaped[Tensor, "batch head row column"]) -> None:
+    if mask.dtype != torch.bool:
+        d += mask
+    d.masked_fill_(hidden(mask), HIDDEN)
+
+
+def efficient(scores: Scores) -> Rows:
+    """The identity from PyTorch's memory-efficient attention on CUDA, in float32; no mask."""
+    return _identity(scores, _efficient_kernel, torch.float32, multiple=4)
+
+
+def flash(scores: Scores) -> Rows:
+    """The identity from flash attention on CUDA, in half precision: its rounded output costs up to 0.1 nats."""
+    return _identity(scores, _flash_kernel, scores.query.dtype, multiple=8)
+
+
+def _identity(
+    scores: Scores, kernel: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, *, multiple: int
+) -> Rows:
+    """Return lse − scale · q·o, heads in pieces; the width of a head is filled up with zeros to a `multiple`."""
+    batch, head, queries, dim = scores.query.shape
+    entropy = torch.empty(batch, head, queries, dtype=torch.float32, device=scores.query.device)
+    for part, shared in _pieces(scores, batch * head)[1]:
+        query = pad(scores.query[part].to(dtype), (0, -dim % multiple))
+        key = scores.key[shared] if dtype in _HALF else _centred(scores.key[shared], dtype)
+        output, lse = kernel(query, pad(key, (0, -dim % multiple)), scores.causal, scores.scale)
+        entropy[part] = lse[..., :queries] - scores.scale * output.float().mul_(query).sum(dim=-1)
+    return Rows(entropy, None)
+
+
+def _efficient_kernel(query: Tensor, key: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, key, None, True, 0.0, causal, scale=scale)[:2]
+
+
+def _flash_kernel(query: Tensor, key: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    return kernel(query, key, key, 0.0, causal, False, scale=scale)[:2]
+
+
+def exact(scores: Scores) -> Rows:
+    """One pass of our own over the keys on CUDA; products of half precision are exact, float32 ones within 1e-6."""
+    from joma.probes import kernel  # triton comes with PyTorch for CUDA only
+
+    return Rows(*kernel.row_sums(scores, "tf32x3"))
+
+
+def rounded(scores: Scores) -> Rows:
+    """As `exact`, but for float32 products, which are rounded to TF32."""
+    from joma.probes import kernel
+
+    return Rows(*kernel.row_sums(scores, "tf32"))
+
+
+def _fits_kernel(scores: Scores) -> bool:
+    fits = scores.query.is_cuda and scores.query.dtype != torch.float64 and scores.query.shape[-1] <= 256
+    return fits and _compiles(scores.query.device, scores.query.dtype, scores.query.shape[-1])
+
+
+@cache
+def _compiles(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Try the kernel once: it needs triton, and triton a compiler and a GPU that it knows."""
+    if find_spec("triton") is None:
+        return False
+    one = torch.ones(1, 1, 16, dim, device=device, dtype=dtype)
+    try:
+        rounded(Scores(one, one, None, True, 1.0))
+        exact(Scores(one, one, None, True, 1.0))
+        torch.cuda.synchronize(device)
+    except Exception as cause:  # whatever keeps a kernel from compiling, there is another way
+        warnings.warn(f"attention entropy goes on without its own kernel, which failed: {cause}", stacklevel=2)
+        return False
+    return True
+
+
+def _fits_efficient(scores: Scores) -> bool:
+    return scores.query.is_cuda and scores.mask is None and scores.query.dtype != torch.float64
+
+
+def _fits_flash(scores: Scores) -> bool:
+    square = not scores.causal or scores.query.shape[2] == scores.key.shape[2]
+    small = scores.query.dtype in _HALF and scores.query.shape[-1] <= 256
+    return (
+        _fits_efficient(scores) and square and small and torch.cuda.get_device_capability(scores.query.device)[0] >= 8
+    )
+
+
+class Implementation(NamedTuple):
+    """A way to the rows, where it may be taken, and whether the largest weights come with it."""
+
+    rows: Callable[[Scores], Rows]
+    fits: Callable[[Scores], bool]
+    largest: bool
+
+
+IMPLEMENTATIONS = {
+    "exact": Implementation(exact, _fits_kernel, True),
+    "rounded": Implementation(rounded, _fits_kernel, True),
+    "flash": Implementation(flash, _fits_flash, False),
+    "efficient": Implementation(efficient, _fits_efficient, False),
+    "bounded": Implementation(bounded, _fits_bounded, False),
+    "blocked": Implementation(blocked, lambda _: True, True),
+}
+# The first that fits is taken. Half precision loses nothing in the kernel, and is as fast at either precision.
+PRECISIONS = {
+    "high": ("exact", "efficient", "bounded", "blocked"),
+    "fast": ("rounded", "flash", "efficient", "bounded", "blocked"),
+}
+
+
+def rows(scores: Scores, order: tuple[str, ...], *, largest: bool = False) -> Rows:
+    """Return the rows by the first way of `order` that fits."""
+    ways = (IMPLEMENTATIONS[name] for name in order)
+    way = next(way for way in ways if way.fits(scores) and (way.largest or not largest))
+    found = way.rows(scores)
+    return Rows(found.entropy.clamp(min=0), found.largest)  # rounding alone goes below 0
+
+
+def _centred(key: Float[Tensor, "*batch key dim"], dtype: torch.dtype) -> Float[Tensor, "*batch key dim"]:
+    key = key.to(dtype, copy=True)
+    key -= key.mean(dim=-2, keepdim=True)
+    return key
+
+
+Piece = tuple[tuple[slice, slice], tuple[slice, slice]]
+
+
+def _pieces(scores: Scores, most: int) -> tuple[int, Iterator[Piece]]:
+    """Return how many heads come at a time, at most, and slices of query heads beside those of their key heads."""
+    (batch, head, queries, dim), (_, shared, keys, _) = scores.query.shape, scores.key.shape
+    bound = max(1, min(most, _COPIES // (max(queries, keys) * dim * scores.dtype.itemsize)))
+    heads = min(shared, bound)
+    batches = min(batch, max(1, bound // shared))
+
+    def pieces() -> Iterator[Piece]:
+        for b in range(0, batch, batches):
+            for h in range(0, shared, heads):
+                for g in range(scores.group):
+                    some = slice(b, min(b + batches, batch))
+                    query_heads = slice(h * scores.group + g, min(head, (h + heads) * scores.group), scores.group)
+                    yield (some, query_heads), (some, slice(h, min(h + heads, shared)))
+
+    return heads * batches, pieces()
+
+
+@contextmanager
+def _exact_products(device: torch.device) -> Iterator[None]:
+    """Keep float32 products in float32, whatever the user allows elsewhere."""
+    backend: Any = getattr(torch.backends, "cuda" if device.type == "cuda" else "mkldnn").matmul
+    before = backend.fp32_precision
+    backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before

@@ -1,0 +1,147 @@
+"""Does a measured curve fall and come back, or is it noise?
+
+The least value of a noisy curve lies below its end even where nothing bounces. So the rise is tested against a null:
+the best curve that never rises (isotonic regression), plus noise of the size seen in the data.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+from scipy.optimize import isotonic_regression
+
+from joma.arguments import InputError, positive, real, whole
+
+_FEWEST = 5  # points, below which noise and bounce cannot be told apart
+_HELD = 2**22  # contrasts held at once
+
+
+class MeasuredBounce(NamedTuple):
+    """A fall and a return, each field of the shape of the curves less their steps; NaN for under five points."""
+
+    start: np.ndarray
+    least: np.ndarray
+    step: np.ndarray  # where the curve is least
+    end: np.ndarray
+    depth: np.ndarray  # start − least
+    recovery: np.ndarray  # end − least
+    chance: np.ndarray  # the recovery that noise alone makes, on average
+    noise: np.ndarray  # standard deviation of one point
+    p_value: np.ndarray  # how often noise alone rises as clearly
+
+
+def measure_bounce(
+    steps: ArrayLike,
+    curve: ArrayLike,
+    *,
+    noise: ArrayLike | None = None,
+    draws: int = 999,
+    generator: np.random.Generator | None = None,
+) -> MeasuredBounce:
+    """Return how deep curves fall and how far they come back, and how often noise alone would do as much.
+
+        depth = y_0 − min y,    recovery = y_n − min y,    p = (1 + #{T* ≥ T}) / (1 + draws)
+        T = max_{i<j} (mean y_j..y_n − mean y_i..y_{j−1}) / (σ √(1/(n−j+1) + 1/(j−i)))
+
+    T is the clearest rise from a run of points to all that follow it. T* are its values on the best curve that never
+    rises, with normal noise added. The noise's σ is estimated from second differences, which a smooth curve hardly
+    has, σ² = mean (y_{k−1} − 2 y_k + y_{k+1})² / 6, anew in every draw; it is taken to be independent from point to
+    point. A small p says that this curve rises; whether others would, the spread over seeds must tell.
+
+    Args:
+        steps: [step], increasing.
+        curve: [*batch, step]; points that are NaN are left out.
+        noise: the standard deviation of a point where it is known, to broadcast to [*batch]; estimated if not given.
+        draws: how many curves of the null to draw.
+        generator: where their noise comes from; `np.random.default_rng(0)` if not given.
+
+    Returns:
+        Nine arrays [*batch].
+
+    >>> steps = np.arange(30)
+    >>> found = measure_bounce(steps, np.abs(steps - 10) / 10)
+    >>> found.depth, found.step, found.recovery, found.p_value
+    (array(1.), array(10.), array(1.9), array(0.001))
+    """
+    at = real("steps", steps, ndim=1)
+    if (np.diff(at) <= 0).any():
+        raise InputError("steps", "increasing", "a step that is not after the one before", "sort the curve by step")
+    y = np.asarray(curve, dtype=np.float64)
+    if y.ndim == 0 or y.shape[-1] != at.size or np.isinf(y).any():
+        got = "an infinite value" if np.isinf(y).any() else f"shape {y.shape}"
+        raise InputError("curve", f"[*batch, {at.size}] and not infinite", got, "give one number for each step")
+    sigma = np.full(y.shape[:-1], np.nan) if noise is None else _known(noise, y.shape[:-1])
+    count = whole("draws", draws, low=1)
+    rng = np.random.default_rng(0) if generator is None else generator
+    found = [_one(at, own, float(s), count, rng) for own, s in zip(y.reshape(-1, at.size), sigma.flat, strict=True)]
+    fields = np.array(found, dtype=np.float64).T.reshape(9, *y.shape[:-1])
+    return MeasuredBounce(*(np.asarray(field) for field in fields))
+
+
+def _known(noise: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
+    sigma = positive("noise", noise)
+    try:
+        return np.broadcast_to(sigma, shape)
+    except ValueError:
+        got = f"shape {sigma.shape}"
+        raise InputError("noise", f"of a shape that broadcasts to {shape}", got, "give one for each curve") from None
+
+
+def _one(
+    at: Float[np.ndarray, " step"], y: Float[np.ndarray, " step"], known: float, draws: int, rng: np.random.Generator
+) -> tuple[float, ...]:
+    """Return the nine numbers of one curve."""
+    there = ~np.isnan(y)
+    at, y = at[there], y[there]
+    if y.size < _FEWEST:
+        return (np.nan,) * 9
+    lowest = int(y.argmin())
+    sigma = _noise(y[None])[0] if np.isnan(known) else known
+    added = sigma * rng.standard_normal((draws, y.size))
+    null = _never_rising(y, sigma) + added
+    sizes = _noise(added) if np.isnan(known) else np.full(draws, known)  # the steps of the null are no noise
+    clearer = (_rise(null, sizes) >= _rise(y[None], np.array([sigma]))[0]).sum()
+    chance = float((null[:, -1] - null.min(axis=-1)).mean())
+    depth, recovery = y[0] - y[lowest], y[-1] - y[lowest]
+    p_value = (1 + clearer) / (1 + draws)
+    return y[0], y[lowest], at[lowest], y[-1], depth, recovery, chance, sigma, p_value
+
+
+def _never_rising(y: Float[np.ndarray, " step"], sigma: float) -> Float[np.ndarray, " step"]:
+    """Return the best curve that never rises, in steps of two standard errors at least.
+
+    Isotonic regression follows noise downwards, most of all at both ends, and a null that falls by itself makes rises
+    look rarer than they are. So levels that noise can explain are merged, the least distinct ones first.
+    """
+    blocks = isotonic_regression(y, increasing=False).blocks
+    while blocks.size > 2:
+        size = np.diff(blocks)
+        level = np.add.reduceat(y, blocks[:-1]) / size
+        drop = -np.diff(level) / np.sqrt(1 / size[1:] + 1 / size[:-1])
+        if drop.min() >= 2 * sigma:
+            break
+        blocks = np.delete(blocks, 1 + drop.argmin())
+    size = np.diff(blocks)
+    return np.repeat(np.add.reduceat(y, blocks[:-1]) / size, size)
+
+
+def _noise(y: Float[np.ndarray, "curve step"]) -> Float[np.ndarray, " curve"]:
+    return np.sqrt((np.diff(y, n=2, axis=-1) ** 2).mean(axis=-1) / 6)
+
+
+def _rise(y: Float[np.ndarray, "curve step"], sigma: Float[np.ndarray, " curve"]) -> Float[np.ndarray, " curve"]:
+    """Return the clearest rise from a run of points to all that follow; 0 where there is none, or no noise at all."""
+    points = y.shape[-1]
+    i, j = np.triu_indices(points, k=1)
+    width = np.sqrt(1 / (points - j) + 1 / (j - i))
+    sums = np.pad(np.cumsum(y, axis=-1), ((0, 0), (1, 0)))
+    best = np.zeros(len(y))
+    block = max(1, _HELD // i.size)
+    for first in range(0, len(y), block):
+        part = sums[first : first + block]
+        rise = (part[:, -1:] - part[:, j]) / (points - j) - (part[:, j] - part[:, i]) / (j - i)
+        best[first : first + block] = (rise / width).max(axis=-1)
+    return np.where(best > 1e-12 * np.abs(y).max(axis=-1), best, 0.0) / np.where(sigma > 0, sigma, np.finfo(float).tiny)

@@ -1,0 +1,134 @@
+"""The stable rank against singular values in float64, for spectra of every kind, flat ones among them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import joma
+from joma.arguments import InputError
+from joma.probes import rank
+from joma.probes.rank import spectral_norm, stable_rank
+
+SPECTRA = {
+    "flat": torch.ones,
+    "one above": lambda n: torch.cat([torch.tensor([1.001]), torch.ones(n - 1)]),
+    "two above": lambda n: torch.cat([torch.tensor([1.0, 0.9999]), torch.full((n - 2,), 0.5)]),
+    "linear": lambda n: torch.linspace(1, 0, n),
+    "decaying": lambda n: torch.logspace(0, -8, n),
+    "rank one": lambda n: (torch.arange(n) < 1).float(),
+    "rank three": lambda n: (torch.arange(n) < 3).float(),
+}
+
+
+@st.composite
+def matrices(draw, sizes):
+    """A matrix of known singular values, small or large, wide or tall."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    rows, columns = draw(sizes), draw(sizes)
+    name = draw(st.sampled_from([*SPECTRA, "random"]))
+    if name == "random":
+        w = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    else:
+        n = min(rows, columns)
+        left = torch.linalg.qr(torch.randn(rows, n, generator=generator, dtype=torch.float64))[0]
+        right = torch.linalg.qr(torch.randn(columns, n, generator=generator, dtype=torch.float64))[0]
+        w = (left * SPECTRA[name](n).double()) @ right.mT
+    return (w * draw(st.sampled_from([1e-6, 1.0, 1e6]))).to(draw(st.sampled_from([torch.float32, torch.float64])))
+
+
+def true(w):
+    s = torch.linalg.svdvals(w.double())
+    return s.square().sum(-1) / s[..., 0].square(), s[..., 0]
+
+
+def agrees(w):
+    expected, norm = true(w)
+    bounds = spectral_norm(w)
+    assert bool(((stable_rank(w) / expected - 1).abs() <= 1e-5).all())  # far within the bound of 1e-3
+    rounding = 2e-6
+    assert bool((bounds.lower <= norm * (1 + rounding)).all())
+    assert bool((bounds.upper >= norm * (1 - rounding)).all())
+    assert bool(((bounds.upper / bounds.lower).square() - 1 <= 1e-3 + 1e-9).all())
+
+
+@settings(max_examples=60)
+@given(matrices(st.integers(2, 60)))
+def test_small_matrices_agree_with_singular_values(w):
+    agrees(w)
+
+
+@settings(max_examples=15)
+@given(matrices(st.integers(257, 420)))
+def test_large_matrices_agree_with_singular_values(w):
+    agrees(w)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 20, 30), (3, 300, 280)])
+def test_leading_axes_are_a_batch(shape):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 5, shape[-1])
+    agrees(w)
+    apart = torch.stack([stable_rank(one) for one in w.flatten(0, -3)]).view(shape[:-2])
+    torch.testing.assert_close(stable_rank(w), apart, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_multiplied_in_float32(dtype):
+    w = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    agrees(w)
+
+
+def test_fixed_steps_give_the_same_where_they_are_enough():
+    w = torch.randn(2, 300, 310, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(stable_rank(w, iterations=16), true(w)[0], rtol=1e-5, atol=0)
+    few = spectral_norm(w, iterations=1)
+    norm = true(w)[1]
+    assert bool((few.lower < 0.99 * norm).all())
+    assert bool((few.upper > norm).all())
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.integers(1, 6))
+def test_the_bound_is_one_after_any_number_of_steps(seed, steps):
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(260, 260, generator=generator) * torch.rand(260, generator=generator)
+    bounds = spectral_norm(w, iterations=steps)
+    norm = true(w)[1]
+    assert bool(bounds.lower <= norm * (1 + 1e-6))
+    assert bool(bounds.upper >= norm * (1 - 1e-6))
+
+
+@pytest.mark.parametrize("size", [4, 270])
+def test_zeros_have_no_stable_rank_and_nan_spoils_its_own_matrix_alone(size):
+    w = torch.randn(3, size, size, generator=torch.Generator().manual_seed(0))
+    good = stable_rank(w[2])
+    w[0], w[1, 0, 0] = 0, torch.nan
+    found = stable_rank(w)
+    assert found.isnan().tolist() == [True, True, False]
+    torch.testing.assert_close(found[2], good, rtol=1e-6, atol=0)
+    assert spectral_norm(w).upper[0] == 0
+
+
+def test_it_is_deterministic_and_leaves_the_global_stream_alone():
+    w = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
+    before = torch.get_rng_state()
+    assert torch.equal(joma.stable_rank(w), rank.stable_rank(w))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"weight": torch.ones(3)}, "weight"),
+        ({"weight": torch.ones(3, 3, dtype=torch.int64)}, "weight"),
+        ({"weight": torch.ones(0, 3)}, "weight"),
+        ({"tolerance": 1e-6}, "tolerance"),
+        ({"iterations": 0}, "iterations"),
+    ],
+)
+def test_bad_input_is_named(change, name):
+    options = {"weight": torch.ones(3, 3), **change}
+    with pytest.raises(InputError, match=f"`{name}` must be"):
+        stable_rank(options.pop("weight"), **options)
