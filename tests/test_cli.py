@@ -1,14 +1,18 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import toy_study  # noqa: F401  (registered below by name)
 from joma import cli, studies
 from joma.files import lock
+from joma.runs import open_run
+from joma.watch import loading
 
 
 @pytest.fixture(autouse=True)
@@ -178,3 +182,92 @@ def test_a_warning_is_one_line(tmp_path, capsys):
     code, _, err = joma("run", "--out", tmp_path, "--set", "mode=warn", capsys=capsys)
     assert code == 0
     assert err == "joma: warning: mind the gap\n"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Five checkpoints of a tiny model, whose weights move along one direction."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("checkpoints")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    with torch.random.fork_rng(), loading.quiet():
+        torch.manual_seed(0)
+        config = transformers.GPTNeoXConfig(**sizes, vocab_size=256, max_position_embeddings=32)
+        model = transformers.GPTNeoXForCausalLM(config)
+        moves = [torch.randn_like(weight) for weight in model.parameters()]
+        for step in range(5):
+            model.save_pretrained(folder / f"step{step}")
+            with torch.no_grad():
+                for weight, move in zip(model.parameters(), moves, strict=True):
+                    weight.add_(move, alpha=0.03)
+    return folder
+
+
+def test_probe_a_series(checkpoints, tmp_path, capsys):
+    code, out, err = joma("probe", checkpoints, "--out", tmp_path, capsys=capsys)
+    assert (code, err) == (0, "")
+    for words in ("Entropy of attention / nats", "layers.0.attention", "Stable rank", "token embeddings"):
+        assert words in out
+    (folder,) = tmp_path.iterdir()
+    assert out.rstrip().endswith(str(folder))
+    found = open_run(folder)
+    assert found.step.values.tolist() == [0, 1, 2, 3, 4]
+    assert found.attrs["joma_version"]
+    assert {path.suffix for path in (folder / "figures").iterdir()} == {".svg", ".pdf", ".txt"}
+    code, out, _ = joma("probe", checkpoints, "--out", tmp_path, "--json", capsys=capsys)
+    answer = json.loads(out)
+    assert answer["faults"] == []
+    assert answer["entropy"][0]["start"] == pytest.approx(float(found.entropy.isel(step=0).mean()))
+
+
+def test_probe_one_model_on_a_text(checkpoints, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("Some words to attend to. " * 5)
+    args = ("probe", checkpoints / "step4", "--text", tmp_path / "text.txt", "--out", tmp_path / "out", "--json")
+    code, out, _ = joma(*args, capsys=capsys)
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["checkpoints"] == ["step4"]
+    heads = answer["entropy"][0]
+    assert 0 < heads["least_head"] <= heads["mean"] <= heads["greatest_head"] < 3.5
+
+
+def test_probe_names_what_is_wrong_and_measures_the_rest(checkpoints, tmp_path, capsys):
+    shutil.copytree(checkpoints, tmp_path / "series")
+    file = tmp_path / "series" / "step2" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:999])
+    revisions = ["--revisions", *(f"step{step}" for step in (0, 1, 2, 3, 77))]
+    code, out, err = joma("probe", tmp_path / "series", *revisions, "--out", tmp_path / "out", "--json", capsys=capsys)
+    assert (code, err) == (1, "")
+    answer = json.loads(out)
+    assert answer["steps"] == [0, 1, 3]
+    assert [(fault["kind"], fault["checkpoints"]) for fault in answer["faults"]] == [
+        ("unknown", ["step77"]),
+        ("unreadable", ["step2"]),
+    ]
+    code, out, _ = joma("probe", tmp_path / "series", "--out", tmp_path / "out", capsys=capsys)
+    assert code == 1
+    assert "download it again" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nobody/nothing"], "does not answer"),
+        (["no/such/folder"], "which is no folder and no name of a repository either; check the spelling."),
+        (["{}", "--revisions", "step9"], "a series with the revisions step9"),
+        (["{}", "--pattern", "step("], "`pattern` must be a regular expression"),
+        (["{}", "--text", "nowhere.txt"], "`text` must be a file that can be read, got nowhere.txt"),
+        (["{}", "--text", "{}/../short.txt"], "`text` must be at least two tokens long, got 1; give a longer text."),
+        (["{}", "--text", "{}/step0/model.safetensors"], "`text` must be a file of UTF-8 text"),
+    ],
+)
+def test_probe_says_bad_input_in_one_line(args, message, checkpoints, capsys, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    (checkpoints.parent / "short.txt").write_text("a")
+    monkeypatch.chdir(checkpoints.parent)
+    code, out, err = joma("probe", *(arg.format(checkpoints) for arg in args), capsys=capsys)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1

@@ -14,13 +14,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from joma import data, models, report, studies, theory, train
+    from joma import data, models, probes, report, studies, theory, train, watch
+    from joma.probes.entropy import attention_entropy
+    from joma.probes.rank import stable_rank
+    from joma.probes.symmetry import permutation_gap
     from joma.runs import open_run
 
-__all__ = ["data", "models", "open_run", "report", "studies", "theory", "train"]
+__all__ = [
+    "attention_entropy",
+    "data",
+    "models",
+    "open_run",
+    "permutation_gap",
+    "probes",
+    "report",
+    "stable_rank",
+    "studies",
+    "theory",
+    "train",
+    "watch",
+]
 __version__ = "0.1.0"
 
-_FUNCTIONS = {"open_run": "joma.runs"}
+_FUNCTIONS = {
+    "attention_entropy": "joma.probes.entropy",
+    "open_run": "joma.runs",
+    "permutation_gap": "joma.probes.symmetry",
+    "stable_rank": "joma.probes.rank",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """The command line. It only parses, calls and prints; exit codes are those of the design.
 
-0: done, every tested claim holds. 1: done, a claim does not hold. 2: bad input or environment, in one line.
-3: an internal error. 130: interrupted.
+0: done, every tested claim holds. 1: done, a claim does not hold, or a checkpoint of a series is not what it says.
+2: bad input or environment, in one line. 3: an internal error. 130: interrupted.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -120,6 +121,49 @@ class Verify:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Audit and measure a model or a series of checkpoints: attention entropy, stable rank, orthogonality, bounce.
+
+    Exit code 1 says that a checkpoint had to be left out or could not be measured.
+    """
+
+    model: Positional[Annotated[str, arg(metavar="MODEL")]]
+    """A repository of the hub, the folder of a model, or a folder of checkpoints."""
+    revisions: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
+    """Revisions or subfolders to take; all that are named by a step if not given."""
+    pattern: str | None = None
+    """Regular expression of the names, with a group `step`, where they are not like step1000 or checkpoint-1000."""
+    text: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Text that the models are run on; the beginning of the embedded corpus if not given."""
+    out: Path = Path("runs/probe")
+    """Folder for the results, in a folder of the model's name; what is measured is kept there and not read again."""
+    json: bool = False
+    """Print one JSON document instead of tables."""
+
+    def __call__(self) -> int:
+        from joma.progress import Bars
+        from joma.report.probe import save, summary, tables
+        from joma.report.table import show
+        from joma.watch.probing import probe, read_text
+        from joma.watch.series import Checkpoints, Store
+
+        text = None if self.text is None else read_text(self.text)
+        series = Checkpoints(self.model, revisions=self.revisions or None, pattern=self.pattern)
+        place = str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model
+        folder = self.out / re.sub(r"[^\w.-]+", "--", place).strip("-")
+        found = probe(series, text=text, store=Store(folder / "measures"), progress=Bars())
+        save(found.data, found.audit.faults, folder)
+        if self.json:
+            faults = [dataclasses.asdict(fault) for fault in found.audit.faults]
+            emit({**summary(found.data), "faults": faults, "out": folder})
+        else:
+            for table in tables(found.data, found.audit.faults):
+                show(table)
+            sys.stdout.write(f"{folder}\n")
+        return CLAIM_FAILED if found.audit.incomplete else DONE
+
+
+@dataclass(frozen=True)
 class Report:
     """Write one self-contained HTML file about the runs below DIR."""
 
@@ -146,6 +190,7 @@ Command = (
     Annotated[List, subcommand(name="list")]
     | Annotated[Run, subcommand(name="run")]
     | Annotated[Verify, subcommand(name="verify")]
+    | Annotated[Probe, subcommand(name="probe")]
     | Annotated[Report, subcommand(name="report")]
 )
 

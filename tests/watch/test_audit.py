@@ -1,0 +1,211 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from fake_hub import REPOSITORY, serve
+from joma.watch import Checkpoints
+from joma.watch.audit import audit, detours, distances, misplaced
+from joma.watch.series import Store
+
+STEPS = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 3000, 4000, 5000]
+WALKS = ("walk", "drift", "noise")
+
+
+def walk(kind, steps, generator):
+    """Weights along a path: a random walk in log-time, a straight drift, or drift under noise as large as its steps."""
+    time = np.log1p(np.asarray(steps, dtype=float))
+    start, direction = generator.normal(size=(2, 3000))
+    noise = generator.normal(size=(len(time), 3000))
+    rises = np.sqrt(np.diff(time, prepend=time[0]))[:, None]
+    if kind == "walk":
+        return start + 0.3 * np.cumsum(rises * noise, axis=0)
+    return start + 0.2 * np.outer(time, direction) + (0.1 if kind == "noise" else 1e-4) * noise
+
+
+def saved(folder: Path, points, steps=STEPS, shards=1, dtype=torch.float32):
+    """One checkpoint a point: matrices of 10 x 10 cut from it, in one file or in shards."""
+    for step, point in zip(steps, points, strict=True):
+        path = folder / f"step{step}"
+        path.mkdir(parents=True)
+        matrices = torch.tensor(point, dtype=dtype).reshape(-1, 10, 10)
+        named = {f"layer{i}.weight": matrix.clone() for i, matrix in enumerate(matrices)}
+        if shards == 1:
+            save_file(named, path / "model.safetensors")
+            continue
+        of = {name: f"model-{i * shards // len(named)}.safetensors" for i, name in enumerate(named)}
+        for file in sorted(set(of.values())):
+            save_file({name: tensor for name, tensor in named.items() if of[name] == file}, path / file)
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of}))
+    return folder
+
+
+def found(folder, **options):
+    return [(fault.kind, fault.checkpoints, fault.left_out) for fault in audit(Checkpoints(folder, **options)).faults]
+
+
+@pytest.mark.parametrize("kind", WALKS)
+@given(seed=st.integers(0, 10_000), count=st.integers(4, len(STEPS)))
+def test_a_true_series_has_no_fault(kind, seed, count):
+    points = walk(kind, STEPS[:count], np.random.default_rng(seed))
+    assert misplaced(distances([{"w": point} for point in points], ["w"])) == []
+
+
+@pytest.mark.parametrize("kind", WALKS)
+@given(seed=st.integers(0, 10_000), places=st.tuples(st.integers(0, 15), st.integers(0, 15)))
+def test_weights_of_another_step_are_found(kind, seed, places):
+    wrong, source = places
+    if abs(wrong - source) < 3:  # nearby steps, and the ends' own neighbours, are told by their order only
+        return
+    generator = np.random.default_rng(seed)
+    points = walk(kind, STEPS, generator)
+    points[wrong] = points[source] + 1e-3 * generator.normal(size=3000)
+    (fault,) = misplaced(distances([{"w": point} for point in points], ["w"]))
+    assert fault[0] in (wrong, source)  # nothing says which of two that are nearly the same came first …
+    if 0 < source < 15:
+        assert fault[0] == wrong  # … unless the true one has neighbours on both sides
+
+
+@pytest.mark.parametrize("kind", ["walk", "drift"])
+@given(seed=st.integers(0, 10_000), place=st.integers(1, 13))  # at the ends nothing says which comes first
+def test_neighbours_that_were_exchanged_are_found(kind, seed, place):
+    points = walk(kind, range(16), np.random.default_rng(seed))
+    points[[place, place + 1]] = points[[place + 1, place]]
+    faults = misplaced(distances([{"w": point} for point in points], ["w"]))
+    assert faults
+    assert {fault[0] for fault in faults} <= {place - 1, place, place + 1, place + 2}
+
+
+@given(seed=st.integers(0, 1000), count=st.integers(1, 8))
+def test_a_detour_is_the_change_of_the_path_length(seed, count):
+    points = np.random.default_rng(seed).normal(size=(count + 1, 3))
+    between = np.linalg.norm(points[:, None] - points[None], axis=-1)
+
+    def length(order):
+        return sum(between[a, b] for a, b in pairwise(order))
+
+    path = list(range(count))
+    expected = [length([*path[:gap], count, *path[gap:]]) - length(path) for gap in range(count + 1)]
+    np.testing.assert_allclose(detours(between[count], path, between), expected, atol=1e-12)
+
+
+def test_distances_are_relative_to_each_tensor():
+    a = np.random.default_rng(0).normal(size=(5, 40))
+    b = np.random.default_rng(1).normal(size=(5, 60))
+    plain = [{"a": x, "b": y} for x, y in zip(a, b, strict=True)]
+    scaled = [{"a": 1e4 * x, "b": 1e-3 * y} for x, y in zip(a, b, strict=True)]
+    np.testing.assert_allclose(distances(plain, ["a", "b"]), distances(scaled, ["a", "b"]), rtol=1e-12)
+    one = np.linalg.norm(a[0] - a[3]) / np.sqrt(np.median((a**2).sum(1)))
+    assert distances(plain, ["a"])[0, 3] == pytest.approx(one, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_sound_series_on_disk_has_no_fault(tmp_path, dtype):
+    saved(tmp_path, walk("walk", STEPS, np.random.default_rng(0)), dtype=dtype)
+    assert found(tmp_path) == []
+
+
+def test_the_first_steps_may_be_identical_and_are_kept(tmp_path):
+    """Pythia's issues 83 and 198: step0, step1 and step2 are the same."""
+    points = walk("walk", STEPS, np.random.default_rng(0))
+    points[:3] = points[0]
+    saved(tmp_path, points)
+    assert found(tmp_path) == [("identical", ("step0", "step1", "step2"), ())]
+
+
+def test_many_names_for_the_final_weights(tmp_path):
+    """Pythia's issue 205: more than half of the revisions, the whole early grid among them, hold the final weights."""
+    points = walk("walk", STEPS, np.random.default_rng(0))
+    wrong = [*range(9), 11]
+    points[wrong] = points[-1]
+    saved(tmp_path, points)
+    names = tuple(f"step{STEPS[i]}" for i in wrong)
+    assert found(tmp_path) == [("identical", (*names, "step5000"), names)]
+
+
+def test_one_shard_of_the_final_weights(tmp_path):
+    """Pythia's issue 206: the first shard of two revisions is the last one's; the other shards are their own."""
+    points = walk("walk", STEPS, np.random.default_rng(0))
+    points[[6, 9], :1000] = points[-1, :1000]
+    saved(tmp_path, points, shards=3)
+    result = audit(Checkpoints(tmp_path))
+    (fault,) = result.faults
+    assert (fault.kind, fault.checkpoints) == ("identical", ("step32", "step256", "step5000"))
+    assert fault.said.startswith("the weights in model-0.safetensors of step32, step256, step5000 are the same")
+    assert "they fit step5000 best" in fault.said
+    assert result.left_out == {"step32", "step256"}
+
+
+def test_one_misplaced_shard(tmp_path):
+    points = walk("walk", STEPS, np.random.default_rng(0))
+    points[4, 2000:] = points[12, 2000:] + 1e-3
+    saved(tmp_path, points, shards=3)
+    (fault,) = audit(Checkpoints(tmp_path)).faults
+    assert (fault.kind, fault.checkpoints, fault.left_out) == ("misplaced", ("step8",), ("step8",))
+    assert fault.said.startswith("the weights in model-2.safetensors of step8 belong")
+    assert "step2000" in fault.said
+
+
+def test_every_other_fault_is_named_and_the_rest_is_sound(tmp_path):
+    points = walk("walk", STEPS, np.random.default_rng(0))
+    saved(tmp_path, points, shards=2)
+    (tmp_path / "step4" / "model-1.safetensors").unlink()
+    cut = tmp_path / "step16" / "model-0.safetensors"
+    cut.write_bytes(cut.read_bytes()[:3000])
+    saved(tmp_path / "other", points[:1, :2900], [64])
+    other = tmp_path / "other" / "step64" / "model.safetensors"
+    for file in (tmp_path / "step64").iterdir():
+        file.unlink()
+    other.rename(tmp_path / "step64" / "model.safetensors")
+    for file in (tmp_path / "step128").iterdir():
+        file.unlink()
+    torch.save({"w": torch.ones(2), "x": tmp_path}, tmp_path / "step128" / "pytorch_model.bin")
+    result = audit(Checkpoints(tmp_path, revisions=[f"step{step}" for step in [*STEPS, 77]]))
+    assert {(fault.kind, fault.checkpoints[0]) for fault in result.faults} == {
+        ("unknown", "step77"),
+        ("unreadable", "step4"),
+        ("unreadable", "step16"),
+        ("architecture", "step64"),
+        ("unreadable", "step128"),
+    }
+    said = {fault.checkpoints[0]: f"{fault.said}; {fault.remedy}" for fault in result.faults}
+    assert "1 of 2 missing: model-1.safetensors; download them again" in said["step4"]
+    assert "`step16/model-0.safetensors` must be a whole safetensors file" in said["step16"]
+    assert "layer29.weight is no such tensor here and [10, 10] in the others" in said["step64"]
+    assert "a pickle with other objects in it; convert it to safetensors" in said["step128"]
+    assert result.left_out == {"step77", "step4", "step16", "step64", "step128"}
+
+
+def test_checkpoints_cut_into_files_differently_are_compared_as_wholes(tmp_path):
+    points = walk("walk", STEPS, np.random.default_rng(0))
+    points[4] = points[12] + 1e-3
+    saved(tmp_path, points[:8], STEPS[:8], shards=2)
+    saved(tmp_path, points[8:], STEPS[8:])
+    assert found(tmp_path) == [("misplaced", ("step8",), ("step8",))]
+
+
+def test_a_second_audit_reads_nothing_and_the_first_little(tmp_path):
+    points = np.repeat(walk("walk", STEPS, np.random.default_rng(0)), 30, axis=1)
+    saved(tmp_path / "s", points)
+    store = Store(tmp_path / "store")
+    first = Checkpoints(tmp_path / "s")
+    audit(first, store=store)
+    size = sum(file.stat().st_size for file in (tmp_path / "s").rglob("*.safetensors"))
+    assert first.bytes_read < size / 2
+    again = Checkpoints(tmp_path / "s")
+    assert audit(again, store=store) == audit(first, store=store)
+    assert again.bytes_read == 0
+
+
+def test_over_the_hub(tmp_path):
+    points = walk("walk", STEPS, np.random.default_rng(0))
+    points[4] = points[12]
+    saved(tmp_path, points)
+    with serve(tmp_path) as hub:
+        assert found(REPOSITORY, endpoint=hub.endpoint) == [("identical", ("step8", "step2000"), ("step8",))]

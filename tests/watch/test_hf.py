@@ -1,0 +1,158 @@
+"""The callback in the Trainer's own loop: what it logs, what it keeps, and that training does not notice it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import joma
+from joma.arguments import InputError
+from joma.watch import Recorder
+from joma.watch.hf import EntropyCallback, _caller
+
+SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+EXAMPLES = [
+    {"input_ids": tokens, "attention_mask": (torch.arange(6) < 6 - index % 3).long(), "labels": tokens}
+    for index, tokens in enumerate(torch.randint(12, (16, 6), generator=torch.Generator().manual_seed(0)))
+]
+
+
+def model(dropout: float = 0.1) -> nn.Module:
+    torch.manual_seed(1)
+    config = GPTNeoXConfig(
+        vocab_size=12, max_position_embeddings=8, hidden_dropout=dropout, attention_dropout=dropout, **SIZE
+    )
+    return GPTNeoXForCausalLM(config)
+
+
+class Listener(TrainerCallback):
+    """In the place of TensorBoard and the like: keeps what it is told to log."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        del args, control, kwargs
+        self.told.append((state.global_step, dict(logs)))
+
+
+def trainer(path: Path, callbacks: list[TrainerCallback], *, steps: int = 5, data: Any = EXAMPLES) -> Trainer:
+    args = TrainingArguments(
+        output_dir=str(path),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        report_to=[],
+        logging_steps=2,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=3,
+        learning_rate=1e-2,
+    )
+    built = Trainer(model=model(), args=args, train_dataset=data, callbacks=callbacks)
+    built.remove_callback(
+        next(type(each) for each in built.callback_handler.callbacks if "Printer" in type(each).__name__)
+    )
+    return built
+
+
+def test_probes_reach_every_log_at_their_own_step(tmp_path: Path) -> None:
+    before, after, callback = Listener(), Listener(), EntropyCallback(at=(0, 1, 3))
+    built = trainer(tmp_path, [before, callback, after])
+    built.train()
+    names = {f"attention_entropy{kind}/gpt_neox.layers.{layer}.attention" for kind in ("", "_min") for layer in (0, 1)}
+    for told in (before.told, after.told, [(each["step"], each) for each in built.state.log_history]):
+        probes = {step: logs for step, logs in told if names <= set(logs)}
+        assert sorted(probes) == [0, 1, 3, 5]
+        for step, logs in probes.items():
+            kept = callback.trajectory.sel(step=step)
+            for layer in kept.layer.values:
+                assert logs[f"attention_entropy/{layer}"] == pytest.approx(float(kept.entropy.sel(layer=layer).mean()))
+            for weight in kept.weight.values:
+                assert logs[f"stable_rank/{weight}"] == float(kept.stable_rank.sel(weight=weight))
+        assert any("loss" in logs for _, logs in told)
+    assert callback.trajectory.sizes["head"] == 2
+    assert len(np.unique(callback.trajectory.entropy.isel(layer=0, head=0))) == 4
+    callback.save(tmp_path / "watch.nc")
+    assert joma.open_run(tmp_path / "watch.nc").entropy.equals(callback.trajectory.entropy)
+
+
+def test_training_ends_with_the_same_bits(tmp_path: Path) -> None:
+    ends = []
+    for callbacks in ([], [EntropyCallback(at=lambda _: True)]):
+        built = trainer(tmp_path, callbacks)  # it seeds the global generators
+        built.train()
+        ends.append(built.model)
+    for own, other in zip(*(model.parameters() for model in ends), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_the_probe_is_the_first_examples_and_its_padding_does_not_count(tmp_path: Path) -> None:
+    callback = EntropyCallback(at=(0,), ranks=False)
+    built = trainer(tmp_path, [], steps=1)
+    built.add_callback(callback)
+    start = model()
+    built.train()
+    batch = {name: torch.stack([each[name] for each in EXAMPLES[:4]]) for name in EXAMPLES[0]}
+    recorder = Recorder(start, batch, rows=batch["attention_mask"], ranks=False)
+    recorder(0)
+    found = callback.trajectory.sel(step=[0])
+    np.testing.assert_allclose(found.entropy, recorder.dataset().entropy, rtol=1e-6)
+    given = EntropyCallback({name: value[:2] for name, value in batch.items()}, at=(0,), ranks=False)
+    trainer(tmp_path, [given], steps=1).train()
+    assert not np.allclose(given.trajectory.sel(step=0).entropy, found.entropy.isel(step=0))
+
+
+def test_a_second_training_begins_a_new_trajectory(tmp_path: Path) -> None:
+    callback = EntropyCallback(at=(0,), ranks=False)
+    built = trainer(tmp_path, [callback], steps=2)
+    built.train()
+    built.train()
+    assert callback.trajectory.step.values.tolist() == [0, 2]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        yield from EXAMPLES * 8
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"`options` must be one of at, .*, got 'evry'"):
+        EntropyCallback(evry=3)
+    with pytest.raises(InputError, match="`trajectory` must be asked for once training has begun"):
+        _ = EntropyCallback().trajectory
+    with pytest.raises(InputError, match="`batch` must be given for a streamed training set"):
+        trainer(tmp_path, [EntropyCallback()], data=Stream()).train()
+    batch = {name: value[None] for name, value in EXAMPLES[0].items()}
+    callback = EntropyCallback(batch, ranks=False)
+    trainer(tmp_path, [callback], data=Stream(), steps=2).train()
+    assert callback.trajectory.step.values.tolist() == [0, 2]
+    with pytest.raises(InputError, match=r"called by a `transformers.Trainer`.*use `joma.watch.Recorder`"):
+        _caller()
+
+
+def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.trainer_callback", None)
+    monkeypatch.delitem(sys.modules, "joma.watch.hf")
+    monkeypatch.delattr(joma.watch, "hf")
+    with pytest.raises(InputError, match=r"pip install 'joma\[hf\]'"):
+        _ = joma.watch.hf
+
+
+def test_a_decoder_beside_an_encoder_counts_all_rows() -> None:
+    from joma.watch.hf import _rows
+
+    mask: Tensor = torch.ones(2, 3)
+    plain, both = nn.Linear(1, 1), nn.Linear(1, 1)
+    both.config = type("Config", (), {"is_encoder_decoder": True})
+    assert _rows(plain, {"attention_mask": mask}) is mask
+    assert _rows(both, {"attention_mask": mask}) is None
+    assert _rows(plain, {"attention_mask": mask[None]}) is None

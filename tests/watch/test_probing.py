@@ -1,0 +1,247 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fake_hub import REPOSITORY, serve
+from joma.arguments import InputError
+from joma.probes.entropy import entropy
+from joma.probes.orthogonality import cosine_orthogonality
+from joma.watch import Checkpoints, loading, probing, tensors
+from joma.watch.probing import EMBEDDING, LOWER, _natural, probe, weights
+from joma.watch.series import Store
+
+transformers = pytest.importorskip("transformers")
+TEXT = "The attention of a model is measured on this text, which is long enough for a few sequences. " * 8
+
+
+def neox(seed=0, **changes):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    options = {
+        **sizes,
+        "vocab_size": 256,
+        "max_position_embeddings": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **changes,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**options)).eval()
+
+
+def moved(model, scale, seed=1):
+    """The same model with its weights moved along one direction."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale)
+    return model
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("series")
+    with loading.quiet():
+        for step in range(7):
+            moved(neox(), 0.03 * step).save_pretrained(folder / f"step{step}")
+    return folder
+
+
+def test_every_measure_against_the_model_itself(series):
+    found = probe(Checkpoints(series), text=TEXT)
+    assert found.audit.faults == ()
+    assert found.data.step.values.tolist() == list(range(7))
+    assert dict(found.data.sizes) == {"step": 7, "layer": 2, "head": 2, "weight": 2, "depth": 3}
+    tokens = torch.tensor(list(TEXT.encode())[: 23 * 32]).reshape(23, 32)  # all of the text, in the longest sequences
+    model = moved(neox(), 0.03 * 5)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(tokens, output_attentions=True, output_hidden_states=True)
+    maps = torch.stack(out.attentions)  # [layer, batch, head, query, key]
+    at = found.data.sel(step=5)
+    np.testing.assert_allclose(at.entropy, entropy(maps).mean(dim=(1, 3)), atol=2e-5)
+    expected = [cosine_orthogonality(state.flatten(0, 1)).root_mean_square for state in out.hidden_states]
+    np.testing.assert_allclose(at.hidden_cosine, torch.stack(expected), rtol=1e-4)
+    for place, layer in enumerate(model.gpt_neox.layers):
+        values = torch.linalg.svdvals(layer.mlp.dense_h_to_4h.weight.detach().double())
+        assert float(at.stable_rank[place]) == pytest.approx(float((values**2).sum() / values[0] ** 2), rel=1e-3)
+    embedding = model.gpt_neox.embed_in.weight.detach().double()
+    unit = embedding / embedding.norm(dim=1, keepdim=True)
+    cosines = (unit @ unit.T)[~torch.eye(256, dtype=torch.bool)]
+    assert float(at.embedding_cosine) == pytest.approx(float(cosines.square().mean().sqrt()), rel=1e-5)
+    assert float(at.embedding_random) == pytest.approx(0.25)
+
+
+def test_layers_fall_and_bounce_over_the_series(series):
+    found = probe(Checkpoints(series), text=TEXT).data
+    curve = found.entropy.mean("head")
+    np.testing.assert_allclose(found.bounce_recovery, curve.isel(step=-1) - curve.min("step"))
+    np.testing.assert_allclose(found.bounce_depth, curve.isel(step=0) - curve.min("step"))
+    assert ((found.bounce_p_value > 0) & (found.bounce_p_value <= 1)).all()
+
+
+def test_a_second_probe_reads_nothing_and_finds_the_same(series, tmp_path):
+    store = Store(tmp_path)
+    first = probe(Checkpoints(series), text=TEXT, store=store)
+    again = Checkpoints(series)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors.Bytes, "read", None)
+        patch.setattr(probing, "load", None)
+        second = probe(again, text=TEXT, store=store)
+    assert again.bytes_read == 0
+    assert second.data.identical(first.data)
+    other = probe(again, text=TEXT[10:], store=store)
+    assert not other.data.entropy.equals(first.data.entropy)
+    assert other.data.stable_rank.equals(first.data.stable_rank)
+
+
+def test_bad_checkpoints_are_named_and_the_rest_is_measured(tmp_path):
+    with loading.quiet():
+        for step in (0, 1, 2, 3, 4):
+            moved(neox(), 0.03 * step).save_pretrained(tmp_path / f"step{step}")
+        neox(hidden_size=8).save_pretrained(tmp_path / "step5")
+    file = tmp_path / "step1" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:4000])
+    (tmp_path / "step2" / "config.json").write_text(json.dumps({"model_type": "no such thing"}))
+    found = probe(Checkpoints(tmp_path, revisions=[f"step{step}" for step in (0, 1, 2, 3, 4, 5, 9)]), text=TEXT)
+    kinds = {fault.checkpoints: fault.kind for fault in found.audit.faults}
+    assert kinds == {
+        ("step9",): "unknown",
+        ("step1",): "unreadable",
+        ("step5",): "architecture",
+        ("step2",): "not measured",
+    }
+    assert found.audit.incomplete
+    assert found.data.step.values.tolist() == [0, 2, 3, 4]
+    assert found.data.entropy.isnull().all(("layer", "head")).values.tolist() == [False, True, False, False]
+    assert found.data.stable_rank.notnull().all()
+
+
+def saved_bin(model, folder):
+    folder.mkdir(parents=True)
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+def test_a_bin_is_measured_like_safetensors(series, tmp_path):
+    saved_bin(moved(neox(), 0.03 * 5), tmp_path / "step5")
+    (tmp_path / "step6").mkdir()
+    torch.save({"w": torch.ones(2), "x": tmp_path}, tmp_path / "step6" / "pytorch_model.bin")
+    found = probe(Checkpoints(tmp_path), text=TEXT)
+    assert [fault.kind for fault in found.audit.faults] == ["unreadable"]
+    expected = probe(Checkpoints(series, revisions=["step5"]), text=TEXT).data
+    np.testing.assert_allclose(found.data.entropy, expected.entropy, atol=1e-6)
+    np.testing.assert_allclose(found.data.stable_rank, expected.stable_rank, rtol=1e-6)
+
+
+def test_a_model_without_attention_has_its_weights_measured(tmp_path):
+    config = transformers.MambaConfig(vocab_size=256, hidden_size=8, num_hidden_layers=1, state_size=4)
+    with loading.quiet():
+        transformers.MambaModel(config).save_pretrained(tmp_path / "mamba")
+    found = probe(Checkpoints(tmp_path / "mamba"), text=TEXT)
+    (fault,) = found.audit.faults
+    assert (fault.kind, fault.checkpoints, fault.left_out) == ("not measured", ("mamba",), ())
+    assert "`mamba` must be a model with attention to watch, got MambaModel" in fault.said
+    assert "entropy" not in found.data
+    assert float(found.data.embedding_cosine[0]) > 0
+
+
+def test_weights_without_a_config_are_measured_all_the_same(series, tmp_path):
+    (tmp_path / "step0").mkdir()
+    save_file(load_file(series / "step3" / "model.safetensors"), tmp_path / "step0" / "model.safetensors")
+    found = probe(Checkpoints(tmp_path), text=TEXT)
+    (fault,) = found.audit.faults
+    assert "a model with a config.json" in fault.said
+    expected = probe(Checkpoints(series, revisions=["step3"]), text=TEXT).data
+    np.testing.assert_array_equal(found.data.stable_rank, expected.stable_rank)
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path):
+    with loading.quiet():
+        neox().save_pretrained(tmp_path / "step0")
+    config = json.loads((tmp_path / "step0" / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModel": "mine.Model"}}
+    (tmp_path / "step0" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "step0" / "mine.py").write_text("raise SystemExit('it was run')")
+    found = probe(Checkpoints(tmp_path), text=TEXT)
+    (fault,) = found.audit.faults
+    assert "an architecture that is code of its own, which is never run" in fault.said
+
+
+@pytest.mark.parametrize("text", ["", " \n", "a"])
+def test_a_text_shorter_than_two_tokens_is_refused(series, text):
+    with pytest.raises(InputError, match=r"`text` must be at least two tokens long, got .*; give a longer text"):
+        probe(Checkpoints(series), text=text)
+
+
+def test_a_vocabulary_too_small_for_bytes_needs_its_tokenizer(tmp_path):
+    with loading.quiet():
+        neox(vocab_size=40).save_pretrained(tmp_path / "model")
+    (fault,) = probe(Checkpoints(tmp_path / "model"), text=TEXT).audit.faults
+    assert "a model with its tokenizer" in fault.said
+
+
+def test_the_models_own_tokenizer_is_used(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    own = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "cat": 2}, unk_token="<unk>"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    with loading.quiet():
+        neox(vocab_size=3).save_pretrained(tmp_path)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>").save_pretrained(tmp_path)
+    tokens = loading.encode("the cat and the dog", tmp_path, "model", length=8, count=4)
+    assert tokens.tolist() == [[1, 2, 0, 1, 0]]
+
+
+def test_over_the_hub_with_weights_by_ranges(series, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    expected = probe(Checkpoints(series, revisions=["step1", "step5"]), text=TEXT).data
+    with serve(series) as hub:
+        remote = Checkpoints(REPOSITORY, endpoint=hub.endpoint, revisions=["step1", "step5", "step99"])
+        found = probe(remote, text=TEXT, store=Store(tmp_path / "store"))
+        assert [fault.kind for fault in found.audit.faults] == ["unknown"]
+        assert found.data.drop_attrs().identical(expected.drop_attrs())
+        served = hub.served
+        probe(remote, text=TEXT, store=Store(tmp_path / "store"))
+        assert hub.served == served  # what describes the model is in the hub's cache by now
+
+
+@pytest.mark.parametrize(
+    ("kind", "lower"),
+    [
+        ("GPTNeoX", "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"),
+        ("OPT", "model.decoder.layers.0.fc1.weight"),
+        ("GPT2", "transformer.h.0.mlp.c_fc.weight"),
+        ("Llama", "model.layers.0.mlp.gate_proj.weight"),
+    ],
+)
+def test_architectures_name_their_lower_matrices_and_embeddings(kind, lower):
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
+    more = {"OPT": {"ffn_dim": 16, "word_embed_proj_dim": 8}, "GPT2": {"n_embd": 8, "n_layer": 1, "n_head": 2}}
+    small = {key: value for key, value in sizes.items() if kind != "GPT2" or key in ("vocab_size", "pad_token_id")}
+    config = getattr(transformers, f"{kind}Config")(**small, **more.get(kind, {"intermediate_size": 16}))
+    name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    with torch.random.fork_rng():
+        state = getattr(transformers, name)(config).state_dict()
+    assert lower in [name for name in state if LOWER.search(name)]
+    (embedding,) = [name for name in state if EMBEDDING.search(name)]
+    assert state[embedding].shape[0] == 64
+
+
+def test_layers_come_in_their_natural_order():
+    names = [f"layers.{i}.attention" for i in range(12)]
+    assert sorted(sorted(names), key=_natural) == names
+
+
+def test_weights_of_something_else_are_named(tmp_path):
+    save_file({"a": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    (only,) = Checkpoints(tmp_path)
+    with pytest.raises(InputError, match="weights of a Transformer, by their names, got a …"):
+        weights(only)
+    with pytest.raises(InputError, match="of which nothing can be measured"):
+        probe(Checkpoints(tmp_path), text=TEXT)
