@@ -4,7 +4,18 @@ import sys
 import time
 from importlib import import_module
 
-NAMES = ("growth", "invariants", "hierarchy", "startup", "training")
+NAMES = (
+    "growth",
+    "invariants",
+    "hierarchy",
+    "startup",
+    "training",
+    "text",
+    "probes",
+    "watch",
+    "series",
+    "symmetry",
+)
 
 
 def main(names: list[str]) -> int:

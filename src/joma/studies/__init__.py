@@ -19,6 +19,13 @@ MODULES = {
     "alignment": "joma.studies.alignment",
     "scan-snap": "joma.studies.scan_snap",
     "hierarchy-order": "joma.studies.hierarchy_order",
+    "entropy-text": "joma.studies.entropy_text",
+    "learning-rates": "joma.studies.learning_rates",
+    "activation-control": "joma.studies.activation_control",
+    "bounce-control": "joma.studies.bounce_control",
+    "invariant-text": "joma.studies.invariant_text",
+    "permutation": "joma.studies.permutation",
+    "pretrained": "joma.studies.pretrained",
 }
 
 

@@ -1,0 +1,285 @@
+"""Is the bounce good for anything? Attention held from its entropy's minimum on, beside the free run.
+
+The slides say that in one layer the bounce only slows training, and that in several layers it is what lets them build
+a hierarchy. Where W_Q and W_K are held, the first says that the loss ends lower, the second that it ends higher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Int
+from matplotlib.figure import Figure
+from scipy.stats import t as student
+from torch import Tensor
+
+from joma.arguments import InputError, whole
+from joma.probes.bounce import measure_bounce
+from joma.report.figure import band, canvas, letters, marker
+from joma.studies import language
+from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.studies.learning_rates import shortened
+from joma.train.optimiser import Schedule
+
+ARMS = {
+    "free": "free",
+    "held": "W_Q, W_K held from each layer's minimum",
+    "frozen": "W_Q, W_K held from the start",
+}
+KEPT = ("loss", "valid_loss", "entropy", "diverged")
+LEVEL = 0.95  # of the one-sided bounds over seeds
+
+
+@dataclass(frozen=True)
+class Config(language.Setting):
+    """The setting, and what is compared in it."""
+
+    depths: tuple[int, ...] = (1, 2, 5)
+    """Numbers of layers."""
+    frozen: bool = True
+    """Whether a third arm holds attention from the start."""
+    glance: int | None = None
+    """Tokens of each validation column that a probe reads; None: all."""
+
+
+def run(config: Config, context: Context) -> xr.Dataset:
+    """Train each depth freely, then again from the same start with every layer held from its own minimum on.
+
+    The free run is one that is held after its last step: with the same patterns in every arm, sums are taken in the
+    same order, and on the CPU the arms agree in every bit until they must differ.
+    """
+    depths = [whole("depths", depth) for depth in config.depths]
+    if not depths or len({*depths}) < len(depths):
+        raise InputError("depths", "different numbers of layers", config.depths, "give each depth once")
+    text, parts = shortened(language.read_text(config, context), config.glance), []
+    for depth in depths:
+        never = np.full((len(context.seeds), depth), config.steps)
+        free = _trained(config, context, text, "free", never)
+        hold = minima(free.entropy)
+        arms = {"free": free, "held": _trained(config, context, text, "held", hold)}
+        if config.frozen:
+            arms["frozen"] = _trained(config, context, text, "frozen", 0 * never)
+        joined = xr.concat(list(arms.values()), xr.Variable("arm", list(arms)))
+        parts.append(joined.assign(hold=(("seed", "layer"), hold)).assign_coords(layer=range(depth)))
+    return xr.concat(parts, xr.Variable("depth", depths), join="outer").transpose("seed", "depth", ...)
+
+
+def minima(entropy: xr.DataArray) -> Int[np.ndarray, "seed layer"]:
+    """The recorded step at which each layer's entropy, mean over its heads, is least; the earliest of equals."""
+    curve = entropy.mean("head").transpose("seed", "layer", "step")
+    return entropy.step.values[curve.fillna(np.inf).argmin("step").values]
+
+
+def schedules(hold: Int[np.ndarray, "seed layer"], device: str) -> dict[str, Schedule]:
+    """Factors of the rate that hold W_Q and W_K of each layer, for each seed, once it was updated `hold` times.
+
+    >>> factor = schedules(np.array([[3], [5]]), "cpu")["layers.0.attention.[qk]*"]
+    >>> factor(torch.tensor(3))
+    tensor([0., 1.], dtype=torch.float64)
+    """
+    until = torch.as_tensor(hold, device=device)
+    return {f"layers.{layer}.attention.[qk]*": partial(_going, own) for layer, own in enumerate(until.unbind(1))}
+
+
+def _going(until: Int[Tensor, " seed"], step: Tensor) -> Tensor:
+    return (step < until).double()
+
+
+def _trained(
+    config: Config, context: Context, text: language.Text, arm: str, hold: Int[np.ndarray, "seed layer"]
+) -> xr.Dataset:
+    depth = hold.shape[1]
+    found = language.train(
+        config,
+        context,
+        text,
+        layers=depth,
+        label=f"bounce, {depth} layers, {arm}",
+        schedules=schedules(hold, context.device),
+    )
+    return found[[*KEPT]]
+
+
+def loss_gap(run: xr.Dataset, depth: int, arm: str = "held") -> xr.DataArray:
+    """Validation loss at the end, an arm's less the free run's from the same start, per seed; NaN if not trained."""
+    if depth not in run.depth.values or arm not in run.arm.values:
+        return xr.full_like(run.seed, np.nan, dtype=float)
+    end = run.valid_loss.isel(step=-1).sel(depth=depth)
+    return end.sel(arm=arm) - end.sel(arm="free")
+
+
+def bound(values: xr.DataArray, side: int) -> float:
+    """Student's one-sided bound on the mean over seeds, of level `LEVEL`; NaN for a single seed.
+
+    >>> bound(xr.DataArray([1.0, 2.0, 3.0], dims="seed"), -1).round(3)
+    np.float64(0.314)
+    """
+    count = values.sizes["seed"]
+    if count < 2:
+        return np.nan
+    error = values.std("seed", ddof=1) / np.sqrt(count)
+    return np.float64(values.mean("seed") + side * student.ppf(LEVEL, count - 1) * error)
+
+
+def recovery(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
+    """Entropy at the end less entropy at the step from which the held arm is held, mean over layers, per seed."""
+    if depth not in run.depth.values or arm not in run.arm.values:
+        return xr.full_like(run.seed, np.nan, dtype=float)
+    own = run.isel(layer=slice(depth)).sel(depth=depth)
+    curve = own.entropy.sel(arm=arm).mean("head")
+    then = curve.sel(step=own.hold.astype(int))
+    return (curve.isel(step=-1) - then).mean("layer")
+
+
+def surety(run: xr.Dataset, depth: int) -> xr.DataArray:
+    """How often noise alone rises as clearly as the free run's entropy, mean over layers, does; per seed."""
+    if depth not in run.depth.values:
+        return xr.full_like(run.seed, np.nan, dtype=float)
+    curve = run.entropy.sel(depth=depth, arm="free").mean(["layer", "head"]).transpose("seed", "step")
+    return xr.DataArray(measure_bounce(run.step, curve).p_value, {"seed": run.seed}, ("seed",))
+
+
+def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
+    layers = "1 layer" if depth == 1 else f"{depth} layers"
+    paired = f"difference of paired runs, {LEVEL:.0%} bound over seeds"
+    if depth == 1:
+        said = f"In 1 layer the bounce only slows training: held at its minimum, it ends at a lower loss ({paired})."
+        expected, side = at_most(0.0), 1
+    else:
+        said = f"In {layers} the bounce lets a hierarchy be built: held, they end at a higher loss ({paired})."
+        expected, side = at_least(0.0), -1
+    return (
+        Claim(f"bounce-{depth}", f"The free run of {layers} bounces: how often noise alone rises as clearly.",
+              partial(surety, depth=depth), at_most(0.05), presets=presets),
+        Claim(f"loss-{depth}", said, lambda run: bound(loss_gap(run, depth), side), expected, presets=presets),
+        Claim(f"prevented-{depth}",
+              f"Holding W_Q and W_K of {layers} prevents most of the recovery of entropy: what is left of it.",
+              lambda run: recovery(run, depth, "held").mean() / recovery(run, depth, "free").mean(),
+              at_most(0.5), presets=presets),
+    )  # fmt: skip
+
+
+CLAIMS = (
+    *_claims(1, ("quick", "paper")),
+    *_claims(2, ("quick", "paper")),
+    *_claims(5, ("paper",)),
+)
+
+
+def draw_arms(run: xr.Dataset) -> Figure:
+    """Draw for every depth entropy and validation loss of each arm, and the loss less the free run's."""
+    figure, axes = canvas(3, run.sizes["depth"], width=3.5, height=2.2, sharex=True, sharey="row")
+    for column, depth in zip(axes.T, run.depth.values, strict=True):
+        own = run.sel(depth=depth)
+        for place, arm in enumerate(run.arm.values):
+            curves = own.sel(arm=arm)
+            band(column[0], run.step, curves.entropy.mean(["layer", "head"]), place, ARMS[arm])
+            band(column[1], run.step, curves.valid_loss, place)
+            if arm != "free":
+                band(column[2], run.step, curves.valid_loss - own.valid_loss.sel(arm="free"), place)
+        for step in own.hold.values[~np.isnan(own.hold.values)]:
+            column[0].axvline(step, ymax=0.06, color="0.3", linewidth=1)
+        column[0].set_title("1 layer" if depth == 1 else f"{depth} layers")
+        column[2].axhline(0.0, color="0.3", linewidth=0.8)
+        column[2].set_xlabel("step")
+    labels = ("entropy (nats)", "validation loss", "loss − free run's")
+    for panel, label in zip(axes[:, 0], labels, strict=True):
+        panel.set_ylabel(label)
+    axes[1, 0].set_ylim(top=_late(run))
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS))
+    letters(axes)
+    return figure
+
+
+def _late(run: xr.Dataset) -> float:
+    """The greatest validation loss once a tenth of training is over: the first fall is the same in every arm."""
+    return float(run.valid_loss.where(run.step >= 0.1 * run.step[-1]).max()) + 0.05
+
+
+def draw_gaps(run: xr.Dataset) -> Figure:
+    """Draw the loss at the end less the free run's, each seed, with bounds over seeds; and what entropy recovers."""
+    figure, axes = canvas(1, 2, width=3.7, height=2.8)
+    others = [arm for arm in run.arm.values.tolist() if arm != "free"]
+    places = np.arange(run.sizes["depth"])
+    for index, arm in enumerate(others, start=1):
+        gaps = [loss_gap(run, depth, arm) for depth in run.depth.values.tolist()]
+        at = places + 0.16 * (index - (1 + len(others)) / 2)
+        axes[0, 0].plot(at, gaps, **marker(index))
+        axes[0, 0].vlines(at, [bound(gap, -1) for gap in gaps], [bound(gap, 1) for gap in gaps], color="0.6", zorder=0)
+    for index, arm in enumerate(run.arm.values.tolist()):
+        rises = [recovery(run, depth, arm) for depth in run.depth.values.tolist()]
+        at = places + 0.16 * (index - (run.sizes["arm"] - 1) / 2)
+        lines = axes[0, 1].plot(at, rises, **marker(index))
+        lines[0].set_label(ARMS[arm])
+    axes[0, 0].set(ylabel="loss − free run's", title="Loss")
+    axes[0, 1].set(ylabel="entropy regained (nats)", title="Recovery")
+    for panel in axes[0]:
+        panel.axhline(0.0, color="0.3", linewidth=0.8)
+        panel.set_xticks(places, run.depth.values)
+        panel.set(xlabel="layers", xlim=(-0.5, len(places) - 0.5))
+    figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS))
+    letters(axes)
+    return figure
+
+
+STUDY = Study(
+    name="bounce-control",
+    title="What the bounce of attention is good for: training with attention held at its minimum",
+    source="JoMA, slides (arXiv 2310.00535)",
+    about=(
+        "Each model is trained twice from the same start, on the same text and with the same dropout: freely, and with "
+        "W_Q and W_K of each layer held from the recorded step on at which that layer's entropy was least in the free "
+        "run of the same seed. Until the first layer is held the two are the same. What is compared are paired "
+        "differences, seed by seed, with Student's one-sided bounds on their mean. Only W_Q and W_K are held: "
+        "embeddings and what lower layers write still move, so that entropy can recover in part by them; the claims "
+        "`prevented` say how much of it does. Held parameters are left out of the gradient's norm when it is clipped. "
+        "The minimum is the least of the recorded points, noise included; where it is near the end, holding changes "
+        "little. A third arm, held from the start, shows what training attention is worth at all."
+    ),
+    version=1,
+    presets={
+        "quick": Preset(
+            Config(
+                **language.small(  # pyright: ignore[reportArgumentType]
+                    width=32,
+                    hidden=32,
+                    batch=16,
+                    length=16,
+                    dropout=0.0,
+                    rate=3e-3,
+                    restart=False,
+                    steps=300,
+                    every=12,
+                    glance=330,
+                ),
+                depths=(1, 2),
+                frozen=False,
+            ),
+            seeds=3,
+            seconds=45,
+        ),
+        # On a GPU; the seconds on 2 cores are an estimate from the operations of a step.
+        "paper": Preset(Config(**language.wikitext(every=500)), seeds=3, seconds=700_000),  # pyright: ignore[reportArgumentType]
+    },
+    run=run,
+    claims=CLAIMS,
+    threads=1,
+    figures={
+        "arms": Drawing(
+            draw_arms,
+            "Entropy (mean over layers), validation loss, and the loss less that of the free run from the same start, "
+            "by layers. Lines: mean over seeds; bands from the least to the greatest. Ticks on the axis of entropy: "
+            "the steps from which layers are held, all seeds. The loss is cut off above.",
+        ),
+        "gaps": Drawing(
+            draw_gaps,
+            "(a) Validation loss at the end less that of the free run from the same start, each seed a point; grey: "
+            "one-sided 95 % bounds on the mean over seeds, above and below. (b) Entropy at the end less entropy at "
+            "the step from which the held arm is held, mean over layers.",
+        ),
+    },
+)

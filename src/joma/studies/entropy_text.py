@@ -1,0 +1,236 @@
+"""The WikiText-2 figure: on real text attention falls sparse and becomes dense again, and deeper models learn more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.figure import Figure
+
+from joma.arguments import InputError, whole
+from joma.probes.bounce import measure_bounce
+from joma.report.figure import COLOURS, band, canvas, letters
+from joma.studies import language
+from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
+
+BEST = {1: 5.356, 2: 5.255, 5: 5.167, 10: 5.109}  # published: least validation loss by layers, mean of 3 seeds
+EARLY = 4_000  # steps within which the one-layer model's attention is to fall
+# The authors' own curves (arXiv 2310.00535), mean of their 3 seeds, every 1,000 steps.
+PUBLISHED = Path(__file__).with_name("wikitext2.csv")
+
+
+@dataclass(frozen=True)
+class Config(language.Setting):
+    """The setting, and the numbers of layers that are trained."""
+
+    depths: tuple[int, ...] = (1, 2, 5, 10)
+
+
+def run(config: Config, context: Context) -> xr.Dataset:
+    """Train a model of each depth, all seeds at once."""
+    if not config.depths or len(set(config.depths)) < len(config.depths):
+        raise InputError("depths", "different numbers of layers", config.depths, "give each once, e.g. 1,2,5,10")
+    depths = [whole("depths", depth) for depth in config.depths]
+    text = language.read_text(config, context)
+    parts = [
+        language.train(config, context, text, layers=depth, label=f"entropy-text, {depth} layers") for depth in depths
+    ]
+    found = xr.concat(parts, xr.DataArray(depths, dims="depth", name="depth"), join="outer", combine_attrs="drop")
+    return found.assign_attrs(types=text.types, epoch=text.epoch)
+
+
+@cache
+def published() -> xr.Dataset:
+    """The authors' curves: `entropy` and `valid_loss` over depth, layer and step.
+
+    >>> round(float(published().valid_loss.sel(depth=1).min()), 3)
+    5.356
+    """
+    table = np.genfromtxt(PUBLISHED, delimiter=",", names=True)
+    axes = {
+        "depth": table["layers"].astype(int),
+        "layer": table["layer"].astype(int),
+        "step": table["step"].astype(int),
+    }
+    coords = {name: np.unique(values) for name, values in axes.items()}
+    found = {}
+    for name in ("entropy", "valid_loss"):
+        values = np.full([own.size for own in coords.values()], np.nan)
+        values[tuple(np.searchsorted(coords[axis], own) for axis, own in axes.items())] = table[name]
+        found[name] = (tuple(coords), values)
+    return xr.Dataset(found, coords).assign(valid_loss=lambda own: own.valid_loss.isel(layer=0))
+
+
+def _of(run: xr.Dataset, depth: int) -> xr.Dataset:
+    """One depth of a run; NaN where it was not trained."""
+    return run.reindex(depth=[depth]).isel(depth=0)
+
+
+def first_layer(run: xr.Dataset) -> xr.DataArray:
+    """Entropy of the shallowest model's first layer, mean over heads, [seed, step]."""
+    return run.entropy.isel(depth=int(run.depth.argmin()), layer=0).mean("head").transpose("seed", "step")
+
+
+def best_loss(run: xr.Dataset, depth: int) -> xr.DataArray:
+    """The least validation loss, per seed."""
+    return _of(run, depth).valid_loss.min("step")
+
+
+def fall(run: xr.Dataset, within: int) -> xr.DataArray:
+    """How far entropy falls from its start within so many steps, per seed."""
+    curve = first_layer(run)
+    return curve.isel(step=0) - curve.sel(step=slice(0, within)).min("step")
+
+
+def recovery(run: xr.Dataset) -> xr.DataArray:
+    """How far entropy comes back from its least value to the end, per seed."""
+    curve = first_layer(run)
+    return curve.isel(step=-1) - curve.min("step")
+
+
+def chance(run: xr.Dataset) -> xr.DataArray:
+    """How often a curve that never rises, with the noise that is seen, would rise as clearly, per seed."""
+    curve = first_layer(run)
+    return curve.isel(step=0).copy(data=measure_bounce(curve.step, curve).p_value)
+
+
+def distance(run: xr.Dataset) -> xr.DataArray:
+    """Mean absolute distance from the published curve of the one-layer model, at its steps that were probed."""
+    theirs = published().entropy.sel(depth=1, layer=0)
+    ours = _of(run, 1).entropy.isel(layer=0).mean("head")
+    both = np.intersect1d(theirs.step, ours.step)
+    return abs(ours.sel(step=both) - theirs.sel(step=both)).mean("step")
+
+
+def deeper(run: xr.Dataset) -> xr.DataArray:
+    """The largest rise of the least validation loss from one depth to the next, per seed; below 0 if there is none."""
+    return run.valid_loss.sortby("depth").min("step").diff("depth").max("depth")
+
+
+CLAIMS = (
+    *(
+        Claim(
+            f"loss-{depth}",
+            f"WikiText-2, {depth} layer{'s' * (depth > 1)}: least validation loss, as published.",
+            partial(best_loss, depth=depth),
+            near(value, 0.02),
+            across="mean",
+            presets=("paper",),
+        )
+        for depth, value in BEST.items()
+    ),
+    Claim(
+        "fall",
+        f"One layer: attention falls sparse within {EARLY:,} steps, entropy by so many nats.",
+        partial(fall, within=EARLY),
+        at_least(0.8),
+        presets=("paper",),
+    ),
+    Claim(
+        "recovery",
+        "One layer: attention becomes dense again, entropy comes back by so many nats by the end.",
+        recovery,
+        at_least(0.4),
+        presets=("paper",),
+    ),
+    Claim(
+        "bounce",
+        "One layer: entropy falls and bounces back; how often noise on a curve that never rises would look so.",
+        chance,
+        at_most(0.01),
+    ),
+    Claim(
+        "curve",
+        "One layer: entropy along training is the published curve; mean absolute distance in nats.",
+        distance,
+        at_most(0.1),
+        across="mean",
+        presets=("paper",),
+    ),
+    Claim("deeper", "Deeper models reach a lower loss; largest rise from one depth to the next.", deeper, at_most(0.0)),
+)
+
+
+def draw_entropy(run: xr.Dataset) -> Figure:
+    """Entropy of every layer against the step, a panel a depth, the authors' curves over it."""
+    depths = [int(depth) for depth in run.depth]
+    figure, axes = canvas(1, len(depths), width=2.9)
+    theirs = published()
+    on_wikitext = "wikitext" in str(run.attrs.get("config", ""))
+    for panel, depth in zip(axes[0], depths, strict=True):
+        ours = run.entropy.sel(depth=depth).mean("head")
+        for layer in range(depth):
+            index = _shade(layer, depth)
+            band(panel, ours.step + 1, ours.sel(layer=layer), index, _name(layer, depth))
+            if on_wikitext and depth in theirs.depth:
+                own = theirs.entropy.sel(depth=depth, layer=layer)
+                panel.plot(own.step + 1, own, ".", color=COLOURS[index % len(COLOURS)], markersize=2.5, alpha=0.5)
+        panel.set(xscale="log", xlabel="step + 1", title=f"{depth} layer{'s' * (depth > 1)}")
+        panel.legend(ncols=1 + (depth > 5), fontsize=6.5)
+    axes[0, 0].set_ylabel("attention entropy (nats)")
+    for panel in axes[0, 1:]:
+        panel.sharey(axes[0, 0])
+    letters(axes)
+    return figure
+
+
+def _shade(layer: int, depth: int) -> int:
+    return layer if depth <= len(COLOURS) else layer * (len(COLOURS) - 1) // (depth - 1)
+
+
+def _name(layer: int, depth: int) -> str | None:
+    return f"layer {layer}" if depth <= len(COLOURS) or layer in (0, depth // 2, depth - 1) else None
+
+
+def draw_learning(run: xr.Dataset) -> Figure:
+    """Validation loss, and the stable rank of the lowest and highest MLP's lower weights, against the step."""
+    figure, axes = canvas(1, 2)
+    for index, depth in enumerate(int(depth) for depth in run.depth):
+        own = run.sel(depth=depth)
+        label = f"{depth} layer{'s' * (depth > 1)}"
+        band(axes[0, 0], own.step + 1, own.valid_loss, index, label)
+        band(axes[0, 1], own.step + 1, own.stable_rank.isel(layer=0), index, label)
+        best = float(own.valid_loss.min("step").mean())
+        axes[0, 0].axhline(best, color=COLOURS[index], linewidth=0.6, alpha=0.5)
+    axes[0, 0].set(xscale="log", yscale="log", xlabel="step + 1", ylabel="validation loss (nats)")
+    axes[0, 1].set(xscale="log", xlabel="step + 1", ylabel="stable rank of the lowest MLP")
+    axes[0, 0].legend()
+    letters(axes)
+    return figure
+
+
+_QUICK: Any = language.small(steps=1_000)
+
+STUDY = Study(
+    name="entropy-text",
+    title="On text, attention falls sparse and bounces back",
+    source="arXiv 2310.00535, the WikiText-2 figure; figures of the authors' own runs",
+    about=(
+        "Language models of several depths on real text, in the authors' setting, three seeds at once: the entropy of "
+        "attention over the whole validation text, layer by layer, beside the authors' published curves (dots, of one "
+        "window each), the validation loss, and the stable rank of the MLP's lower weights. Their code makes a new "
+        "Adam at every epoch, and so do we; `--set restart=False` keeps one throughout."
+    ),
+    version=1,
+    presets={
+        "quick": Preset(Config(**_QUICK, depths=(1, 2)), seeds=3, seconds=75.0),
+        "paper": Preset(Config(**language.wikitext()), seeds=3, seconds=500_000.0),
+    },
+    run=run,
+    claims=CLAIMS,
+    figures={
+        "entropy": Drawing(
+            draw_entropy,
+            "Attention entropy over the validation text by layer, mean and range over seeds; dots: the authors' own.",
+        ),
+        "learning": Drawing(
+            draw_learning,
+            "(a) Validation loss, thin lines its least mean. (b) Stable rank of the first MLP's lower weights.",
+        ),
+    },
+    threads=1,
+)

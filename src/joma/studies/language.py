@@ -1,0 +1,239 @@
+"""Small language models on real text, as the paper trains them: what the studies of text share.
+
+Setting of arXiv 2310.00535's WikiText-2 figure, as its public code has it: post-norm, sinusoidal positions, embeddings
+times √width, dropout everywhere (on attention weights too), an untied head; the text in `batch` continuous columns, cut
+into windows of `length` that are read in order, epoch after epoch, by every seed alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from joma import noise, schedule
+from joma.arguments import InputError, whole
+from joma.data.text import Corpus, corpus
+from joma.models.transformer import Decoder, DecoderConfig
+from joma.probes.entropy import entropy
+from joma.probes.rank import stable_rank
+from joma.studies.base import Context
+from joma.train import Optimiser
+from joma.train.optimiser import Schedule
+
+Probe = Callable[[Decoder], Mapping[str, Tensor]]
+PROBING = 0.04  # share of the training time that probing may take where nothing else is said
+FORWARD = 1 / 3  # of a training step is its forward pass
+AT_ONCE = 1 << 15  # validation tokens of one seed in a pass, on CUDA; the CPU takes a training batch's at a time
+DIMS = {"entropy": ("layer", "head"), "stable_rank": ("layer",)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is read, by which model, how it is trained and when it is probed."""
+
+    corpus: str = "python-reference"
+    """A folder or file of text, a Hugging Face dataset such as wikitext:wikitext-2-v1, or python-reference."""
+    tokeniser: str = "basic_english"
+    width: int = 200
+    hidden: int = 200
+    heads: int = 1
+    length: int = 35
+    dropout: float = 0.2
+    activation: str = "relu"
+    batch: int = 20
+    columns: int = 10
+    """Columns of the validation text."""
+    steps: int = 58_560
+    rate: float = 1e-4
+    clip: float = 0.5
+    restart: bool = True
+    """Whether Adam starts afresh at every epoch, as in the authors' code; False for one Adam throughout."""
+    every: int | None = 1_000
+    """Probe so often, and at logarithmic steps before; None: so often that it takes less than 5 % of the time."""
+    precision: str = "bf16"
+    """Of matrix products on CUDA: highest, high (TF32) or bf16."""
+
+
+def wikitext(**changes: Any) -> dict[str, Any]:
+    """The `paper` preset's text, given over the fields that a study changes."""
+    return {"corpus": "wikitext:wikitext-2-v1", **changes}
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """The `quick` preset's model: narrow, on the embedded text, at a rate at which attention falls and bounces soon."""
+    fields = {"width": 64, "hidden": 64, "steps": 900, "rate": 1e-3, "every": None}
+    return {**fields, **changes}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A corpus on a device, in columns, and what follows from its size."""
+
+    types: int
+    train: Int[Tensor, "batch time"]
+    valid: Int[Tensor, "column later"]
+    length: int
+    names: tuple[str, ...] = field(repr=False)
+    counts: Int[np.ndarray, " type"] = field(repr=False)
+
+    @property
+    def epoch(self) -> int:
+        """Full windows of the training text."""
+        return (self.train.shape[1] - 1) // self.length
+
+    def window(self, step: Tensor) -> tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]:
+        """Return the tokens of a step and what follows each of them; the step stays on its device."""
+        first = step % self.epoch * self.length
+        places = first + torch.arange(self.length + 1, device=self.train.device)
+        read = self.train.index_select(1, places)
+        return read[:, :-1], read[:, 1:]
+
+    def windows(self) -> Iterable[tuple[Int[Tensor, "sample length"], Int[Tensor, "sample length"]]]:
+        """Return the validation text in batches of windows, the shorter last window of each column at the end."""
+        read = self.valid.shape[1] - 1
+        full = read // self.length
+        tokens, target = self.valid[:, :read], self.valid[:, 1:]
+        if full:
+            cut = full * self.length
+            whole_windows = [part[:, :cut].reshape(-1, self.length) for part in (tokens, target)]
+            at_once = max(1, (AT_ONCE if self.valid.is_cuda else self.train.shape[0] * self.length) // self.length)
+            yield from zip(*(part.split(at_once) for part in whole_windows), strict=True)
+        if read % self.length:
+            yield tokens[:, full * self.length :], target[:, full * self.length :]
+
+
+def read_text(setting: Setting, context: Context) -> Text:
+    """Tokenise the corpus, or take it from the cache, and lay it out in columns on the run's device."""
+    found: Corpus = corpus(setting.corpus, tokeniser=setting.tokeniser, progress=context.progress)
+    length = whole("length", setting.length)
+    train = found.columns("train", whole("batch", setting.batch), least=length + 1)
+    valid = found.columns("valid", whole("columns", setting.columns))
+    return Text(len(found.types), train.to(context.device), valid.to(context.device), length, found.types,
+                found.frequencies())  # fmt: skip
+
+
+def decoder(setting: Setting, types: int, layers: int) -> DecoderConfig:
+    """The language model of a setting."""
+    return DecoderConfig(
+        vocabulary=types,
+        width=setting.width,
+        layers=layers,
+        heads=setting.heads,
+        hidden=setting.hidden,
+        length=setting.length,
+        norm="post",
+        positions="sinusoidal",
+        activation=setting.activation,
+        init="encoder",
+        scale_embedding=True,
+        dropout=setting.dropout,
+    )
+
+
+def moments(setting: Setting, text: Text) -> list[int]:
+    """The steps at which to probe: every so many and, before the first, at logarithmic ones."""
+    steps = whole("steps", setting.steps, low=1)
+    if setting.every is not None:
+        every = whole("every", setting.every)
+        early = schedule.logarithmic(10, min(every, steps))
+        return sorted({*early, *schedule.every(every, steps), steps})
+    one = FORWARD * text.valid.numel() / (setting.batch * setting.length)  # the cost of a probe, in training steps
+    return sorted(schedule.logarithmic(max(2, int(PROBING * steps / one)), steps))
+
+
+def train(
+    setting: Setting,
+    context: Context,
+    text: Text,
+    *,
+    layers: int,
+    label: str,
+    rates: Sequence[float] = (),
+    schedules: Mapping[str, Schedule] | None = None,
+    probe: Probe | None = None,
+    dims: Mapping[str, Sequence[str]] | None = None,
+) -> xr.Dataset:
+    """Train all seeds of a language model at once and return its trajectory.
+
+    Args:
+        setting, context, text: the setting, the run and `read_text` of them.
+        layers: of the model.
+        label: under which progress is reported and checkpoints are kept.
+        rates: learning rates, each of which is given to all seeds; one axis more, `rate`, if there is any.
+        schedules: factors of the rate, as of `Optimiser`; one for each seed, and for each rate before that.
+        probe: from the model to further measures [seed, ...], named by `dims`.
+        dims: names of the axes of the further measures, after the seed's.
+
+    Returns:
+        Over `seed` and `step`: `loss` of the training batch, `valid_loss`, `entropy` by layer and head (nats, mean over
+        the rows of every full validation window), `stable_rank` of each MLP's lower weights.
+    """
+    copies = max(1, len(rates))
+    seeds = torch.tensor(context.seeds, device=context.device).repeat(copies)
+    generators = [own for _ in range(copies) for own in context.generators()]  # a seed starts alike at every rate
+    model = Decoder(decoder(setting, text.types, layers), generators=generators)
+
+    def loss(model: Decoder, step: Tensor) -> Float[Tensor, " seed"]:
+        tokens, target = text.window(step)
+        return model.surprisal(tokens, target, noise=noise.key(seeds, step)).mean(dim=(1, 2))
+
+    rate = [one for one in rates for _ in context.seeds] or setting.rate
+    restart = text.epoch if setting.restart else None
+    rule = Optimiser("adam", rate, clip=setting.clip, restart=restart, schedules=schedules or {})
+    on_cpu = context.device == "cpu"
+    found = context.fit(
+        model,
+        loss,
+        optimiser=rule,
+        steps=setting.steps,
+        record=partial(_record, text=text, probe=probe, half=setting.precision == "bf16"),
+        at=moments(setting, text),
+        dims={**DIMS, **(dims or {})},
+        seeds=None,
+        precision=setting.precision,
+        save=schedule.every(max(1, setting.steps // 5), setting.steps) if on_cpu else (),
+        label=label,
+    )
+    numbered = {"layer": np.arange(layers), "head": np.arange(setting.heads)}
+    return _labelled(found.assign_coords(numbered), context.seeds, rates)
+
+
+def _labelled(found: xr.Dataset, seeds: tuple[int, ...], rates: Sequence[float]) -> xr.Dataset:
+    if not rates:
+        return found.assign_coords(seed=list(seeds))
+    lead = {"rate": ("seed", np.repeat(rates, len(seeds))), "own": ("seed", np.tile(seeds, len(rates)))}
+    return found.assign_coords(lead).set_index(seed=["rate", "own"]).unstack("seed").rename(own="seed")
+
+
+def _record(model: Decoder, step: int, *, text: Text, probe: Probe | None, half: bool) -> dict[str, Tensor]:
+    del step
+    with torch.no_grad():
+        with torch.autocast("cuda", torch.bfloat16, enabled=half and text.valid.is_cuda):
+            measured = validation(model, text)
+        lower = [model.get_parameter(f"layers.{number}.lower.weight") for number in range(len(model.layers))]
+        measured["stable_rank"] = torch.stack([stable_rank(weight) for weight in lower], dim=1)
+        return measured if probe is None else {**measured, **probe(model)}
+
+
+def validation(model: Decoder, text: Text) -> dict[str, Tensor]:
+    """Return the mean loss a token over the whole validation text, and entropy by layer and head, per seed."""
+    loss = rows = told = attended = 0
+    for tokens, target in text.windows():
+        kept: dict[str, list[Tensor]] = {"attention": []}
+        loss = loss + model.surprisal(tokens, target, kept=kept).double().sum(dim=(1, 2))
+        told += target.numel()
+        if tokens.shape[1] == text.length:  # shorter rows have less entropy to begin with
+            own = torch.stack([entropy(layer).double().mean(dim=3).sum(dim=1) for layer in kept["attention"]], dim=1)
+            attended, rows = attended + own, rows + len(tokens)
+    if not rows:
+        raise InputError("corpus", f"validation columns of more than {text.length} tokens", text.valid.shape[1],
+                         "give a longer text, fewer `columns` or a smaller `length`")  # fmt: skip
+    return {"valid_loss": torch.as_tensor(loss / told), "entropy": torch.as_tensor(attended / rows)}

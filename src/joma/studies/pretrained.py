@@ -1,0 +1,350 @@
+"""The paper's OPT and Pythia figures: attention entropy and stable rank over the checkpoints of pretrained models."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from joma.arguments import InputError, scalar, whole
+from joma.data.text import corpus
+from joma.progress import Task
+from joma.report.figure import band, canvas, letters, measured
+from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.watch.loading import quiet, transformers
+from joma.watch.probing import Probed, probe
+from joma.watch.recorder import same_random_numbers
+from joma.watch.series import Checkpoints, Store
+
+OWN = "tiny GPT-NeoX"
+PYTHIA = tuple(f"EleutherAI/pythia-{size}" for size in ("70m", "160m", "410m"))
+OPT = tuple(f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b"))
+STEPS = (0, *(2**k for k in range(10)), 1000, 2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000, 143_000)
+SHOWN = 4  # layers that are drawn, evenly spaced
+
+
+@dataclass(frozen=True)
+class Config:
+    """Models of the hub, or a tiny GPT-NeoX that is trained here."""
+
+    models: tuple[str, ...] = ()
+    """Repositories or folders of checkpoints; none: train a tiny GPT-NeoX by bytes of the corpus."""
+    revisions: tuple[str, ...] = tuple(f"step{step}" for step in STEPS)
+    """Of each series; none: all."""
+    corpus: str = "python-reference"
+    layers: int = 3
+    heads: int = 4
+    width: int = 64
+    length: int = 64
+    batch: int = 8
+    steps: int = 300
+    every: int = 50
+    """Revisions are saved at 0, 1, 2, 4 … like Pythia's, and every so many steps."""
+    rate: float = 3e-3
+
+
+def run(config: Config, context: Context) -> xr.Dataset:
+    """Probe each model's series, or train one series a seed and probe it."""
+    with _folder(context) as folder:
+        store = Store(folder / "measures")
+        if config.models:
+            found = [_probed(name, config, store, context).expand_dims(model=[name]) for name in config.models]
+            return xr.concat(found, "model", join="outer", data_vars="all").expand_dims(seed=list(context.seeds[:1]))
+        _checked(config)
+        with context.progress.task(f"train a {OWN}", total=config.steps * len(context.seeds)) as work:
+            for seed in context.seeds:
+                trained(config, seed, folder / f"seed{seed}", work)
+        found = [_indexed(probe(Checkpoints(folder / f"seed{seed}"), store=store)) for seed in context.seeds]
+    together = xr.concat(found, "seed", join="outer", data_vars="all").assign_coords(seed=list(context.seeds))
+    return together.expand_dims(model=[OWN])
+
+
+@contextmanager
+def _folder(context: Context) -> Iterator[Path]:
+    """Where revisions and measures are kept: in the run, or for as long as they are needed."""
+    if context.checkpoints is not None:
+        yield context.checkpoints
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def _probed(name: str, config: Config, store: Store, context: Context) -> xr.Dataset:
+    series = Checkpoints(name)
+    if config.revisions and len(series) > 1:
+        series = Checkpoints(name, revisions=config.revisions)
+    return _indexed(probe(series, store=store, progress=context.progress))
+
+
+def _indexed(found: Probed) -> xr.Dataset:
+    """Layers and matrices by their number, as models name them differently; and how many checkpoints were left out."""
+    data = found.data.drop_vars(["layer", "weight", "checkpoint"], errors="ignore").rename(weight="matrix")
+    if "entropy" not in data:
+        fault = next(fault for fault in found.audit.faults if fault.kind in ("not run", "not measured"))
+        raise InputError("models", "with attention to measure", fault.said, fault.remedy)
+    if "bounce_depth" not in data:
+        data = data.assign(bounce_depth=("layer", np.full(data.sizes["layer"], np.nan)))
+        data = data.assign(bounce_recovery=data.bounce_depth, bounce_p_value=data.bounce_depth)
+    keep = ["entropy", "stable_rank", "embedding_cosine", "embedding_random", "hidden_cosine"]
+    keep += ["bounce_depth", "bounce_recovery", "bounce_p_value"]
+    data = data[keep].assign_coords({dim: np.arange(data.sizes[dim]) for dim in ("layer", "head", "matrix", "depth")})
+    return data.assign(left_out=len(found.audit.left_out)).drop_attrs()
+
+
+def trained(config: Config, seed: int, folder: Path, work: Task) -> None:
+    """Train the tiny GPT-NeoX with the Trainer and leave its revisions in `folder`, named like Pythia's.
+
+    What a killed run left half done is begun anew, and ends with the same bits.
+    """
+    if folder.exists():
+        return
+    draft = folder.with_name(f".{folder.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    hf = transformers()
+    options: dict[str, Any] = {
+        "output_dir": str(draft),
+        "max_steps": config.steps,
+        "per_device_train_batch_size": config.batch,
+        "learning_rate": config.rate,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": max(1, config.steps // 100),
+        "adam_beta2": 0.95,
+        "weight_decay": 0.01,
+        "seed": seed,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "use_cpu": True,
+    }
+    with same_random_numbers(), quiet():
+        trainer = hf.Trainer(
+            model_init=lambda: hf.GPTNeoXForCausalLM(_architecture(config)),
+            args=hf.TrainingArguments(**options),
+            train_dataset=_windows(config),
+            callbacks=[_saver(config, draft, work)],
+        )
+        trainer.remove_callback(hf.trainer_callback.PrinterCallback)
+        trainer.train()
+    draft.rename(folder)
+
+
+def _checked(config: Config) -> None:
+    """Refuse what cannot be trained before anything is begun."""
+    for name in ("layers", "heads", "width", "batch", "steps", "every"):
+        whole(name, getattr(config, name))
+    whole("length", config.length, low=2)
+    scalar("rate", config.rate, above=True)
+    if config.width % (2 * config.heads):
+        got = f"{config.heads} for a width of {config.width}"
+        raise InputError("heads", "such that each has an even share of the width", got, "change one of the two")
+
+
+def _architecture(config: Config) -> Any:
+    return transformers().GPTNeoXConfig(
+        vocab_size=256,
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=4 * config.width,
+        max_position_embeddings=config.length,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def _windows(config: Config) -> list[dict[str, torch.Tensor]]:
+    """The training text in windows of `length` bytes, each its own input and target."""
+    columns = corpus(config.corpus, tokeniser="bytes").train
+    count = len(columns) // config.length
+    windows = torch.from_numpy(columns[: count * config.length].astype(np.int64)).reshape(count, config.length)
+    return [{"input_ids": window, "labels": window} for window in windows]
+
+
+def _saver(config: Config, folder: Path, work: Task) -> Any:
+    """A callback that saves the model, weights and config alone, at Pythia's steps."""
+
+    class Saver(transformers().TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            del args, state, control
+            self.save(kwargs["model"], 0)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            del args, control
+            step = state.global_step
+            if step & (step - 1) == 0 or step % config.every == 0 or step == config.steps:
+                self.save(kwargs["model"], step)
+            work.advance()
+
+        def save(self, model: Any, step: int) -> None:
+            model.save_pretrained(folder / f"step{step}")
+
+    return Saver()
+
+
+def over_models(values: xr.DataArray) -> xr.DataArray:
+    """The mean over the models that have it, per seed."""
+    return values.mean("model")
+
+
+def rank_left(run: xr.Dataset) -> xr.DataArray:
+    """Least stable rank over the training, relative to the start, mean over matrices, per seed."""
+    start = run.stable_rank.isel(step=0)
+    several = run.stable_rank.notnull().sum("step") > 1
+    return over_models((run.stable_rank.min("step") / start).where(several).mean("matrix"))
+
+
+def embedding_excess(run: xr.Dataset) -> xr.DataArray:
+    """Root mean square cosine of the embeddings at the last step over that of random directions, per seed."""
+    return over_models(_last(run.embedding_cosine) / run.embedding_random.max("step"))
+
+
+def _last(values: xr.DataArray) -> xr.DataArray:
+    """The value at the last step that a series has."""
+    place = xr.DataArray(np.arange(1, values.sizes["step"] + 1), dims="step")
+    return values.isel(step=(values.notnull() * place).argmax("step"))
+
+
+CLAIMS = (
+    Claim(
+        "falls",
+        "Attention gets sparser at first: fall of the lowest layer's entropy from its start to its least, in nats.",
+        lambda run: over_models(run.bounce_depth.isel(layer=0)),
+        at_least(0.3),
+    ),
+    Claim(
+        "bounces",
+        "Then it gets denser: recovery of the lowest layer's entropy from its least to the end, in nats.",
+        lambda run: over_models(run.bounce_recovery.isel(layer=0)),
+        at_least(0.1),
+        presets=("paper",),
+    ),
+    Claim(
+        "not-noise",
+        "That recovery is no noise: how often the best curve that never rises, with noise, rises as clearly.",
+        lambda run: over_models(run.bounce_p_value.isel(layer=0)),
+        at_most(0.05),
+        presets=("paper",),
+    ),
+    Claim(
+        "stable-rank",
+        "The lower matrix of the MLP loses rank: its least stable rank over that at the start, mean over layers.",
+        rank_left,
+        at_most(0.8),
+    ),
+    Claim(
+        "orthogonal",
+        "Token embeddings stay as good as orthogonal: their root mean square cosine at the end over that of random "
+        "directions.",
+        embedding_excess,
+        at_most(1.5),
+    ),
+    Claim(
+        "sound",
+        "The series are what their names say: checkpoints that the audit has to leave out.",
+        lambda run: run.left_out.sum("model"),
+        at_most(0),
+    ),
+)
+
+
+def draw(run: xr.Dataset) -> Figure:
+    """Draw a row for each series, and one for all models that have a single checkpoint."""
+    several = [name for name in run.model.values if int(_steps(run.sel(model=name))) > 1]
+    single = [name for name in run.model.values if name not in several]
+    figure, axes = canvas(len(several) + bool(single), 3, width=3.4, height=2.7)
+    for row, name in zip(axes, several, strict=False):
+        _draw_series(row, run.sel(model=name), str(name))
+    if single:
+        _draw_single(axes[-1], run.sel(model=single))
+    letters(axes)
+    return figure
+
+
+def _steps(one: xr.Dataset) -> xr.DataArray:
+    return one.entropy.notnull().any(("seed", "layer", "head")).sum()
+
+
+def _places(values: xr.DataArray, dim: str) -> list[int]:
+    count = int(values.notnull().any([other for other in values.dims if other != dim]).sum())
+    return sorted(set(np.linspace(0, count - 1, min(count, SHOWN)).round().astype(int).tolist()))
+
+
+def _draw_series(axes: np.ndarray, one: xr.Dataset, name: str) -> None:
+    one = one.isel(step=np.flatnonzero(one.entropy.notnull().any(("seed", "layer", "head"))))
+    at = one.step + 1
+    panels: tuple[tuple[str, xr.DataArray, str, str], ...] = (
+        ("layer", one.entropy.mean("head"), "entropy / nats", f"{name}: attention"),
+        ("matrix", one.stable_rank, "stable rank", "Lower matrix of the MLP"),
+        ("depth", one.hidden_cosine, "root mean square cosine", "Orthogonality"),
+    )
+    for panel, (dim, values, ylabel, title) in zip(axes, panels, strict=True):
+        for place, which in enumerate(_places(values, dim)):
+            label = f"hidden, depth {which}" if dim == "depth" else f"layer {which}"
+            band(panel, at, values.isel({dim: which}), place, label)
+        panel.set(xscale="log", xlabel="step + 1", ylabel=ylabel, title=title)
+    band(axes[2], at, one.embedding_cosine, 4, "embeddings")
+    axes[2].axhline(float(one.embedding_random.max()), color="grey", linestyle=":", linewidth=1)
+    for panel in axes:
+        panel.margins(y=0.15)
+        panel.legend()
+    axes[2].set(ylim=(0, 1.7 * axes[2].get_ylim()[1]), yticks=np.linspace(0, 1, 6))
+
+
+def _draw_single(axes: np.ndarray, models: xr.Dataset) -> None:
+    """Models with one checkpoint, over their relative depth."""
+    panels: tuple[tuple[Axes, str, xr.DataArray, str], ...] = (
+        (axes[0], "layer", models.entropy.mean("head"), "entropy / nats"),
+        (axes[1], "matrix", models.stable_rank, "stable rank"),
+        (axes[2], "depth", models.hidden_cosine, "root mean square cosine"),
+    )
+    for panel, dim, values, ylabel in panels:
+        for place, name in enumerate(models.model.values):
+            own = _last(values.sel(model=name).isel(seed=0)).dropna(dim)
+            measured(panel, np.linspace(0, 1, own.size), own, place, str(name), linestyle="-")
+        panel.set(xlabel="relative depth", ylabel=ylabel)
+    axes[0].legend()
+
+
+STUDY = Study(
+    name="pretrained",
+    title="Pretrained models: attention and stable rank over checkpoints",
+    source="JoMA, the figures on OPT and Pythia (arXiv 2310.00535)",
+    about=(
+        "Series of checkpoints are audited and probed: entropy of attention by layer and head on the beginning of the "
+        "embedded corpus, stable rank of the lower matrix of each MLP, cosines between token embeddings and between "
+        "hidden vectors. At the preset paper these are Pythia's revisions and OPT's final models, from the hub. At the "
+        "preset quick a tiny GPT-NeoX is trained with the Trainer by bytes, and its revisions are saved under Pythia's "
+        "names. It is trained too briefly to decide whether entropy bounces (it still falls when the run ends). Its "
+        "step0 and step1 are the same, as Pythia's are: the rate warms up from zero."
+    ),
+    version=1,
+    presets={
+        "quick": Preset(Config(), seeds=3, seconds=40),
+        "paper": Preset(Config(models=(*PYTHIA, *OPT)), seeds=1, seconds=3600),
+    },
+    run=run,
+    claims=CLAIMS,
+    threads=1,
+    figures={
+        "series": Drawing(
+            draw,
+            "Series of checkpoints over training, step 0 at 1, for layers evenly spaced from the first to the last: "
+            "entropy of attention, mean over heads; stable rank of the lower matrix of the MLP; root mean square "
+            "cosines, dotted what random directions would give. Bands from least to greatest seed. A last row, if "
+            "there, shows models with a single checkpoint over their depth.",
+        )
+    },
+)

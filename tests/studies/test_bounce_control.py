@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from scipy.stats import ttest_1samp
+
+from joma.arguments import InputError
+from joma.studies import language, load
+from joma.studies.base import Context
+from joma.studies.bounce_control import CLAIMS, STUDY, Config, bound, loss_gap, minima, recovery, run, schedules
+from joma.studies.learning_rates import shortened
+
+SMALL = Config(
+    width=8, hidden=8, length=8, batch=4, steps=12, every=3, rate=2e-2, dropout=0.1, depths=(1, 2), glance=40
+)
+CONTEXT = Context((0, 1))
+
+
+@pytest.fixture(scope="module")
+def trajectory():
+    return run(SMALL, CONTEXT)
+
+
+def weights(model):
+    """Attention's own parameters, [seed, layer, number], and one that is never held, the value weights."""
+    parts = {"held": ("query", "key"), "other": ("value",)}
+    stacked = {}
+    for name, members in parts.items():
+        own = [[getattr(layer.attention, one).weight.flatten(1) for one in members] for layer in model.layers]
+        stacked[name] = torch.stack([torch.cat(pieces, dim=1) for pieces in own], dim=1)
+    return stacked
+
+
+def trained(hold):
+    text, dims = shortened(language.read_text(SMALL, CONTEXT), SMALL.glance), ("layer", "number")
+    return language.train(
+        SMALL, CONTEXT, text, layers=2, label="test", schedules=schedules(hold, "cpu"), probe=weights,
+        dims={"held": dims, "other": ("layer", "value_number")},
+    )  # fmt: skip
+
+
+def test_held_is_free_until_the_minimum_and_stays_there():
+    hold = np.array([[3, 6], [9, 12]])
+    free, held = trained(np.full((2, 2), 12)), trained(hold)
+    for seed in range(2):
+        until = hold[seed].min()
+        for name in ("loss", "valid_loss", "entropy", "other", "held"):
+            both = [one[name].isel(seed=seed).sel(step=slice(0, until)).values for one in (free, held)]
+            np.testing.assert_array_equal(*both)
+        for layer in range(2):
+            own = held.held.isel(seed=seed, layer=layer)
+            after = own.sel(step=slice(int(hold[seed, layer]), None))
+            np.testing.assert_array_equal(after, after.isel(step=[0] * after.sizes["step"]))
+            moving = own.sel(step=slice(0, int(hold[seed, layer])))
+            assert bool((moving.diff("step") != 0).any("number").all())
+    moves = held.other.diff("step").rename(value_number="number")
+    assert bool((moves != 0).any("number").all())  # the rest trains on
+    assert bool((free.held.diff("step") != 0).any("number").all())
+
+
+def test_the_arms_of_a_run(trajectory):
+    assert trajectory.arm.values.tolist() == ["free", "held", "frozen"]
+    assert trajectory.depth.values.tolist() == [1, 2]
+    free = trajectory.sel(arm="free")
+    for depth in (1, 2):
+        own = free.sel(depth=depth).isel(layer=slice(depth)).entropy.mean("head")
+        at_hold = own.sel(step=trajectory.hold.sel(depth=depth).isel(layer=slice(depth)).astype(int))
+        np.testing.assert_array_equal(at_hold.transpose("seed", "layer"), own.min("step").transpose("seed", "layer"))
+        for seed in CONTEXT.seeds:
+            until = int(trajectory.hold.sel(depth=depth, seed=seed).min())
+            pair = trajectory.valid_loss.sel(depth=depth, seed=seed).sel(step=slice(0, until))
+            np.testing.assert_array_equal(pair.sel(arm="free"), pair.sel(arm="held"))
+    assert bool(trajectory.entropy.sel(depth=1).isel(layer=1).isnull().all())
+    start = trajectory.valid_loss.isel(step=0)
+    np.testing.assert_array_equal(start.sel(arm="frozen"), start.sel(arm="free"))
+    assert bool((trajectory.valid_loss.isel(step=-1).sel(arm="frozen") != free.valid_loss.isel(step=-1)).all())
+
+
+def test_minima_are_the_earliest_least_of_each_layer():
+    curves = np.array([[[3.0, 3.0], [1.0, 2.0], [1.0, 1.0]], [[np.nan] * 2, [4.0, 5.0], [6.0, 4.5]]])
+    entropy = xr.DataArray(curves[..., None], dims=("seed", "step", "layer", "head"), coords={"step": [0, 10, 25]})
+    assert minima(entropy).tolist() == [[10, 25], [10, 25]]
+
+
+def test_bounds_are_students():
+    values = xr.DataArray(np.random.default_rng(0).normal(0.3, 1.0, 7), dims="seed")
+    test = ttest_1samp(values, 0.0, alternative="greater")
+    assert bound(values, -1) == pytest.approx(test.confidence_interval(0.95).low, rel=1e-12)
+    other = ttest_1samp(values, 0.0, alternative="less")
+    assert bound(values, 1) == pytest.approx(other.confidence_interval(0.95).high, rel=1e-12)
+    assert np.isnan(bound(values[:1], 1))
+
+
+def test_measures_see_what_is_put_in(trajectory):
+    made = trajectory.copy(deep=True)
+    free = made.valid_loss.sel(arm="free")
+    made.valid_loss.loc[{"arm": "held"}] = free + xr.DataArray([0.1, 0.3], dims="seed")
+    np.testing.assert_allclose(loss_gap(made, 2), [0.1, 0.3], rtol=1e-9)
+    assert bool(loss_gap(made, 5).isnull().all())
+    verdicts = {claim.name: claim.judge(made, "quick")["verdict"] for claim in CLAIMS}
+    assert (verdicts["loss-1"], verdicts["loss-2"]) == ("does not hold", "does not hold")  # two seeds, far apart
+    made.valid_loss.loc[{"arm": "held"}] = free + xr.DataArray([0.1, 0.11], dims="seed")
+    verdicts = {claim.name: claim.judge(made, "quick")["verdict"] for claim in CLAIMS}
+    assert (verdicts["loss-1"], verdicts["loss-2"]) == ("does not hold", "holds")
+    made.valid_loss.loc[{"arm": "held"}] = free - xr.DataArray([0.1, 0.11], dims="seed")
+    verdicts = {claim.name: claim.judge(made, "quick")["verdict"] for claim in CLAIMS}
+    assert (verdicts["loss-1"], verdicts["loss-2"], verdicts["loss-5"]) == (
+        "holds", "does not hold", "not tested at this preset",
+    )  # fmt: skip
+
+
+def test_recovery_is_from_each_layers_own_minimum(trajectory):
+    made = trajectory.copy(deep=True)
+    made.entropy[:] = made.entropy * 0 + xr.DataArray([1.0, 2.0], dims="layer") * made.step
+    expected = (2 * 12 + 12 - 2 * made.hold.sel(depth=2, layer=1) - made.hold.sel(depth=2, layer=0)) / 2
+    np.testing.assert_allclose(recovery(made, 2, "free"), expected)
+
+
+def test_it_is_drawn_without_the_third_arm_too(trajectory):
+    for run_ in (trajectory, trajectory.sel(arm=["free", "held"])):
+        for drawing in STUDY.figures.values():
+            assert drawing.draw(run_).axes
+
+
+@pytest.mark.parametrize(
+    "change", [{"depths": ()}, {"depths": (0,)}, {"depths": (2, 2)}, {"steps": 0}, {"every": 0}, {"batch": 10**6}]
+)
+def test_bad_config(change):
+    with pytest.raises(InputError):
+        run(replace(SMALL, **change), Context((0,)))
+
+
+def test_presets_are_configs_of_this_study():
+    assert load("bounce-control") is STUDY
+    assert all(isinstance(preset.config, Config) for preset in STUDY.presets.values())

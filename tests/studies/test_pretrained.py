@@ -1,0 +1,167 @@
+import builtins
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from safetensors.torch import load_file
+
+from joma.arguments import InputError
+from joma.progress import Task
+from joma.studies import pretrained
+from joma.studies.base import Context
+from joma.studies.pretrained import CLAIMS, STUDY, Config
+from joma.watch import Checkpoints
+
+pytest.importorskip("transformers")
+SMALL = Config(layers=2, heads=2, width=16, length=16, batch=4, steps=12, every=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pretrained")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return pretrained.run(SMALL, Context((0, 1), checkpoints=folder))
+
+
+def test_revisions_are_saved_under_pythias_names(found, folder):
+    assert found.sizes["seed"] == 2
+    series = Checkpoints(folder / "seed1")
+    assert series.steps == (0, 1, 2, 4, 5, 8, 10, 12)
+    assert sorted(path.name for path in folder.iterdir()) == ["measures", "seed0", "seed1"]
+    files = {path.name for path in (folder / "seed0" / "step4").iterdir()}
+    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_the_rate_warms_up_from_zero_so_that_the_first_two_are_the_same(found, folder):
+    states = [load_file(folder / "seed0" / f"step{step}" / "model.safetensors") for step in (0, 1, 2)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any(not torch.equal(states[1][name], states[2][name]) for name in states[0])
+    assert found.left_out.values.tolist() == [[0, 0]]
+
+
+def test_seeds_differ_and_the_same_seed_gives_the_same_bits(found, folder, tmp_path):
+    last = folder / "seed0" / "step12" / "model.safetensors"
+    assert last.read_bytes() != (folder / "seed1" / "step12" / "model.safetensors").read_bytes()
+    before = torch.random.get_rng_state()
+    pretrained.trained(SMALL, 0, tmp_path / "again", Task())
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert last.read_bytes() == (tmp_path / "again" / "step12" / "model.safetensors").read_bytes()
+    assert found.entropy.dims == ("model", "seed", "step", "layer", "head")
+
+
+def test_a_killed_run_goes_on_with_the_seeds_that_are_left(found, tmp_path, monkeypatch):
+    class Killed(Task):
+        steps = 0
+
+        def advance(self, amount=1):
+            self.steps += amount
+            if self.steps == 17:  # in the midst of the second seed
+                raise KeyboardInterrupt
+
+    work = Killed()
+    pretrained.trained(SMALL, 0, tmp_path / "seed0", work)
+    with pytest.raises(KeyboardInterrupt):
+        pretrained.trained(SMALL, 1, tmp_path / "seed1", work)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".seed1", "seed0"]
+    trained = []
+    plain = pretrained._architecture
+    monkeypatch.setattr(pretrained, "_architecture", lambda config: trained.append(config) or plain(config))
+    again = pretrained.run(SMALL, Context((0, 1), checkpoints=tmp_path))
+    xr.testing.assert_identical(again, found)
+    assert len(trained) >= 1
+    assert not (tmp_path / ".seed1").exists()
+    trained.clear()
+    xr.testing.assert_identical(pretrained.run(SMALL, Context((0, 1), checkpoints=tmp_path)), found)
+    assert trained == []
+
+
+def test_folders_or_repositories_are_probed_side_by_side(folder, found, tmp_path):
+    config = replace(
+        SMALL, models=(str(folder / "seed0"), str(folder / "seed1" / "step12")), revisions=("step0", "step8")
+    )
+    both = pretrained.run(config, Context((0,), checkpoints=tmp_path))
+    assert both.sizes["model"] == 2
+    assert both.step.values.tolist() == [0, 8]
+    own = found.sel(seed=0, step=8).isel(model=0)
+    np.testing.assert_array_equal(both.entropy.isel(model=0, seed=0).sel(step=8), own.entropy)
+    last = found.sel(seed=1, step=12).isel(model=0)
+    np.testing.assert_array_equal(both.entropy.isel(model=1, seed=0).sel(step=0), last.entropy)
+    for claim in CLAIMS:
+        assert claim.judge(both, "paper")["verdict"] in ("holds", "does not hold")
+    figure = pretrained.draw(both)
+    assert [axes.get_ylabel() for axes in figure.axes[3:]] == [
+        "entropy / nats",
+        "stable rank",
+        "root mean square cosine",
+    ]
+
+
+def series(**changes):
+    """A run in which everything is known: entropy 3, 1, 2, stable rank 10, 4, 5."""
+    dims = ("model", "seed", "layer")
+    fields = {
+        "bounce_depth": (dims, np.full((1, 2, 1), 2.0)),
+        "bounce_recovery": (dims, np.full((1, 2, 1), 1.0)),
+        "bounce_p_value": (dims, np.full((1, 2, 1), 0.01)),
+        "stable_rank": (("model", "seed", "step", "matrix"), np.tile([[10.0], [4.0], [5.0]], (1, 2, 1, 1))),
+        "embedding_cosine": (("model", "seed", "step"), np.tile([0.1, 0.2, 0.13], (1, 2, 1))),
+        "embedding_random": (("model", "seed", "step"), np.full((1, 2, 3), 0.1)),
+        "left_out": (("model", "seed"), np.zeros((1, 2))),
+    }
+    return xr.Dataset({**fields, **changes}, {"seed": [0, 1], "model": ["m"], "step": [0, 1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("claim", "value"),
+    [("falls", 2.0), ("bounces", 1.0), ("not-noise", 0.01), ("stable-rank", 0.4), ("orthogonal", 1.3), ("sound", 0.0)],
+)
+def test_claims_measure_what_they_say(claim, value):
+    chosen = next(one for one in CLAIMS if one.name == claim)
+    record = chosen.judge(series(), "paper")
+    assert record["measured"]["values"] == pytest.approx([value, value])
+    assert record["verdict"] == "holds"
+
+
+@pytest.mark.parametrize(
+    ("claim", "field", "value"),
+    [
+        ("falls", "bounce_depth", 0.2),
+        ("bounces", "bounce_recovery", 0.05),
+        ("not-noise", "bounce_p_value", 0.3),
+        ("sound", "left_out", 1.0),
+    ],
+)
+def test_claims_can_fail(claim, field, value):
+    plain = series()
+    chosen = next(one for one in CLAIMS if one.name == claim)
+    assert chosen.judge(plain.assign({field: plain[field] * 0 + value}), "paper")["verdict"] == "does not hold"
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch, tmp_path):
+    plain = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "transformers":
+            raise ImportError(name)
+        return plain(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InputError, match=r"pip install 'joma\[hf\]'"):
+        pretrained.run(SMALL, Context((0,), checkpoints=tmp_path))
+
+
+def test_a_bad_setting_is_named(tmp_path):
+    for changes, name in (({"steps": 0}, "steps"), ({"width": 0}, "width"), ({"heads": 3}, "heads")):
+        with pytest.raises(InputError, match=f"`{name}`"):
+            pretrained.run(replace(SMALL, **changes), Context((0,), checkpoints=tmp_path))
+
+
+def test_presets_are_affordable():
+    assert STUDY.presets["quick"].seconds <= 40
+    assert not STUDY.presets["quick"].config.models
+    assert STUDY.presets["paper"].config.models
