@@ -11,6 +11,7 @@ NAMES = (
     "startup",
     "training",
     "text",
+    "language",
     "probes",
     "watch",
     "series",

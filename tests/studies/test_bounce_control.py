@@ -12,7 +12,6 @@ from joma.arguments import InputError
 from joma.studies import language, load
 from joma.studies.base import Context
 from joma.studies.bounce_control import CLAIMS, STUDY, Config, bound, loss_gap, minima, recovery, run, schedules
-from joma.studies.learning_rates import shortened
 
 SMALL = Config(
     width=8, hidden=8, length=8, batch=4, steps=12, every=3, rate=2e-2, dropout=0.1, depths=(1, 2), glance=40
@@ -36,7 +35,7 @@ def weights(model):
 
 
 def trained(hold):
-    text, dims = shortened(language.read_text(SMALL, CONTEXT), SMALL.glance), ("layer", "number")
+    text, dims = language.read_text(SMALL, CONTEXT), ("layer", "number")
     return language.train(
         SMALL, CONTEXT, text, layers=2, label="test", schedules=schedules(hold, "cpu"), probe=weights,
         dims={"held": dims, "other": ("layer", "value_number")},

@@ -22,7 +22,6 @@ from joma.probes.bounce import measure_bounce
 from joma.report.figure import band, canvas, letters, marker
 from joma.studies import language
 from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most
-from joma.studies.learning_rates import shortened
 from joma.train.optimiser import Schedule
 
 ARMS = {
@@ -42,8 +41,6 @@ class Config(language.Setting):
     """Numbers of layers."""
     frozen: bool = True
     """Whether a third arm holds attention from the start."""
-    glance: int | None = None
-    """Tokens of each validation column that a probe reads; None: all."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
@@ -55,7 +52,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
     depths = [whole("depths", depth) for depth in config.depths]
     if not depths or len({*depths}) < len(depths):
         raise InputError("depths", "different numbers of layers", config.depths, "give each depth once")
-    text, parts = shortened(language.read_text(config, context), config.glance), []
+    text, parts = language.read_text(config, context), []
     for depth in depths:
         never = np.full((len(context.seeds), depth), config.steps)
         free = _trained(config, context, text, "free", never)

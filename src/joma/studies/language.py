@@ -16,21 +16,26 @@ import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Float, Int
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from joma import noise, schedule
 from joma.arguments import InputError, whole
 from joma.data.text import Corpus, corpus
 from joma.models.transformer import Decoder, DecoderConfig
+from joma.probes.bounce import measure_bounce
 from joma.probes.entropy import entropy
 from joma.probes.rank import stable_rank
+from joma.report.figure import COLOURS, MARKERS
 from joma.studies.base import Context
 from joma.train import Optimiser
 from joma.train.optimiser import Schedule
 
 Probe = Callable[[Decoder], Mapping[str, Tensor]]
 PROBING = 0.04  # share of the training time that probing may take where nothing else is said
-FORWARD = 1 / 3  # of a training step is its forward pass
+FORWARD = 1 / 2  # of a training step, what its forward pass takes at most on the CPU
+SURE = 0.01  # the chance of a rise by noise alone up to which a curve is said to rise
+LEAST = 0.05  # of its start, by which entropy must fall and come back for a bounce; the choice is ours
 AT_ONCE = 1 << 15  # validation tokens of one seed in a pass, on CUDA; the CPU takes a training batch's at a time
 DIMS = {"entropy": ("layer", "head"), "stable_rank": ("layer",)}
 
@@ -58,6 +63,8 @@ class Setting:
     """Whether Adam starts afresh at every epoch, as in the authors' code; False for one Adam throughout."""
     every: int | None = 1_000
     """Probe so often, and at logarithmic steps before; None: so often that it takes less than 5 % of the time."""
+    glance: int | None = None
+    """How many tokens of each validation column a probe reads; None for all."""
     precision: str = "bf16"
     """Of matrix products on CUDA: highest, high (TF32) or bf16."""
 
@@ -116,6 +123,7 @@ def read_text(setting: Setting, context: Context) -> Text:
     length = whole("length", setting.length)
     train = found.columns("train", whole("batch", setting.batch), least=length + 1)
     valid = found.columns("valid", whole("columns", setting.columns))
+    valid = valid if setting.glance is None else valid[:, : whole("glance", setting.glance, low=2)]
     return Text(len(found.types), train.to(context.device), valid.to(context.device), length, found.types,
                 found.frequencies())  # fmt: skip
 
@@ -237,3 +245,38 @@ def validation(model: Decoder, text: Text) -> dict[str, Tensor]:
         raise InputError("corpus", f"validation columns of more than {text.length} tokens", text.valid.shape[1],
                          "give a longer text, fewer `columns` or a smaller `length`")  # fmt: skip
     return {"valid_loss": torch.as_tensor(loss / told), "entropy": torch.as_tensor(attended / rows)}
+
+
+def bounces(entropy: xr.DataArray) -> xr.Dataset:
+    """Measure the bounce of the mean over layers and heads of entropy [..., step, layer, head].
+
+        bounce = min(start − least, end − least − chance) / start,   0 unless p ≤ `SURE`
+
+    Returns:
+        `bounce`, `least`, `turn` (the step of the minimum), `fall`, `recovery`, `chance` (the recovery of noise on a
+        curve that never rises) and `p_value`, each over the axes left.
+    """
+    curve = entropy.mean(("layer", "head")).transpose(..., "step")
+    found = measure_bounce(curve.step, curve)
+    size = np.minimum(found.depth, found.recovery - found.chance) / found.start
+    fields = {
+        "bounce": np.where(found.p_value <= SURE, np.maximum(size, 0.0), 0.0),
+        "least": found.least,
+        "turn": found.step,
+        "fall": found.depth,
+        "recovery": found.recovery,
+        "chance": found.chance,
+        "p_value": found.p_value,
+    }
+    at = curve.isel(step=0, drop=True)
+    return xr.Dataset({name: at.copy(data=values) for name, values in fields.items()})
+
+
+def mark_least(panel: Axes, curve: xr.DataArray, place: int) -> None:
+    """Mark where the mean over seeds is least, if it falls at all."""
+    mean = curve.mean("seed")
+    if not mean.min() < (1 - LEAST) * mean.isel(step=0):
+        return
+    at = mean.idxmin("step")
+    colour, shape = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+    panel.plot(float(at) + 1, float(mean.sel(step=at)), shape, color=colour, markersize=6, zorder=3)

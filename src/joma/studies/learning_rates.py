@@ -1,0 +1,210 @@
+"""The learning-rate figure: at which rates does attention bounce, when, and at which does it collapse?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.figure import Figure
+
+from joma.arguments import InputError, positive, whole
+from joma.report.figure import COLOURS, band, canvas, letters, measured
+from joma.studies import language
+from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.studies.language import LEAST, SURE, bounces, mark_least
+
+COLLAPSED = 0.1  # of its start, to which a layer's entropy has fallen if its attention collapsed; ours as well
+LOSS = 0.1  # nats by which a collapsed model is worse; ours
+THEIRS = 1e-4  # the rate of the paper's other figures
+
+
+@dataclass(frozen=True)
+class Config(language.Setting):
+    """The setting, the depth and the rates; `rate` itself is not used."""
+
+    layers: int = 5
+    rates: tuple[float, ...] = (1e-6, 4.64e-6, 2.15e-5, 1e-4, 4.64e-4, 2.15e-3, 1e-2)
+
+
+def run(config: Config, context: Context) -> xr.Dataset:
+    """Train all rates and seeds at once: at each rate a seed has the same start, text and dropout."""
+    rates = [float(rate) for rate in positive("rates", config.rates, ndim=1)]
+    if len({*rates}) < len(rates):
+        raise InputError("rates", "different rates", config.rates, "give each once")
+    layers, text = whole("layers", config.layers), language.read_text(config, context)
+    label = f"learning-rates, {layers} layers"
+    found = language.train(config, context, text, layers=layers, label=label, rates=sorted(rates))
+    return found.merge(bounces(found.entropy))
+
+
+def kept(run: xr.Dataset) -> xr.DataArray:
+    """Entropy at the end over that at the start, of the layer that kept least [rate, seed]; 0 for a seed lost."""
+    entropy = run.entropy.mean("head")
+    return (entropy.isel(step=-1) / entropy.isel(step=0)).fillna(0.0).min("layer")
+
+
+def final_loss(run: xr.Dataset) -> xr.DataArray:
+    """Validation loss at the end [rate, seed]; infinite for a seed lost."""
+    return run.valid_loss.isel(step=-1).fillna(np.inf)
+
+
+def best(run: xr.Dataset) -> float:
+    """The rate of the least validation loss at the end, mean over seeds."""
+    return float(final_loss(run).mean("seed").idxmin("rate"))
+
+
+def hastening(run: xr.Dataset) -> float:
+    """Slope of ln(step of the minimum) over ln(rate) where attention bounces; NaN unless it does at two rates."""
+    there = run.bounce.transpose("rate", "seed").values >= LEAST
+    rates, turns = (np.broadcast_to(run.rate.values[:, None], there.shape)[there],
+                    run.turn.transpose("rate", "seed").values[there])  # fmt: skip
+    if len({*rates}) < 2:
+        return np.nan
+    return float(np.polyfit(np.log(rates), np.log(turns), 1)[0])
+
+
+def cost(run: xr.Dataset) -> xr.DataArray:
+    """Validation loss at the end at the greatest rate, less that at the best one, per seed."""
+    loss = final_loss(run)
+    return loss.sel(rate=run.rate.max(), drop=True) - loss.sel(rate=best(run), drop=True)
+
+
+def at_theirs(run: xr.Dataset) -> xr.DataArray:
+    """The bounce at the paper's rate, per seed; NaN where it was not trained."""
+    return run.bounce.reindex(rate=[THEIRS], method="nearest", tolerance=1e-3 * THEIRS).isel(rate=0)
+
+
+_BOUNCE = f"less of fall and recovery beyond chance, over the start, 0 unless p ≤ {SURE:g}"
+
+CLAIMS = (
+    Claim(
+        "bounces",
+        f"There is a rate at which entropy falls and bounces back ({_BOUNCE}; the threshold is ours).",
+        lambda run: run.bounce.max("rate"),
+        at_least(LEAST),
+    ),
+    Claim(
+        "bounces-1e-4",
+        f"It does so at the paper's rate, 1e-4 ({_BOUNCE}).",
+        at_theirs,
+        at_least(LEAST),
+        presets=("paper",),
+    ),
+    Claim(
+        "slow",
+        "At the lowest rate it does not yet bounce by the end (the same measure).",
+        lambda run: run.bounce.sel(rate=run.rate.min(), drop=True),
+        at_most(LEAST),
+    ),
+    Claim(
+        "sooner",
+        "The higher the rate, the sooner the minimum: slope of ln step over ln rate among the runs that bounce. "
+        "The flow's clock is rate times step, a slope of −1; that half of it will do is our choice.",
+        hastening,
+        at_most(-0.5),
+        presets=("paper",),
+    ),
+    Claim(
+        "collapse",
+        "At the greatest rate attention collapses: entropy that the sparsest layer has left, over its start "
+        "(the threshold is ours).",
+        lambda run: kept(run).sel(rate=run.rate.max(), drop=True),
+        at_most(COLLAPSED),
+    ),
+    Claim(
+        "cost",
+        "That costs: validation loss at the end, the greatest rate's less the best rate's (the threshold is ours).",
+        cost,
+        at_least(LOSS),
+    ),
+    Claim(
+        "best",
+        f"At the rate of the least validation loss attention bounces ({_BOUNCE}).",
+        lambda run: run.bounce.sel(rate=best(run), drop=True),
+        at_least(LEAST),
+    ),
+)
+
+
+def draw_entropy(run: xr.Dataset) -> Figure:
+    """Draw entropy against the step at every rate, a panel a layer, the least value marked."""
+    layers = run.sizes["layer"]
+    figure, axes = canvas(1, layers, width=2.9, height=2.9, sharey=True)
+    for layer, panel in enumerate(axes[0]):
+        for place, rate in enumerate(run.rate.values):
+            curve = run.entropy.sel(rate=rate).isel(layer=layer).mean("head")
+            band(panel, run.step + 1, curve, place, f"{rate:.3g}")
+            mark_least(panel, curve, place)
+        panel.set(xscale="log", xlabel="step + 1", title=f"layer {layer}")
+    axes[0, 0].set_ylabel("attention entropy (nats)")
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, title="learning rate", loc="outside lower center", ncols=run.sizes["rate"])
+    letters(axes)
+    return figure
+
+
+def draw_rates(run: xr.Dataset) -> Figure:
+    """Draw against the rate: the bounce and what entropy is left, the step of the minimum, the loss at the end."""
+    figure, axes = canvas(1, 3, width=3.1, height=2.7)
+    measured(axes[0, 0], run.rate, run.bounce.transpose("rate", "seed"), 0, "bounce", linestyle="-")
+    measured(axes[0, 0], run.rate, kept(run), 1, "left in the sparsest layer", linestyle="--")
+    for place, level in enumerate((LEAST, COLLAPSED)):
+        axes[0, 0].axhline(level, color=COLOURS[place], linewidth=0.7, alpha=0.6)
+    axes[0, 0].set(ylabel="share of the entropy at the start", ylim=(-0.05, 1.4))
+    axes[0, 0].legend(loc="upper left")
+    there, fell = run.bounce >= LEAST, run.fall >= LEAST * (run.fall + run.least)
+    for place, (kind, chosen) in enumerate({"bounces": there, "falls only": fell & ~there}.items()):
+        turns = run.turn.where(chosen).stack(one=("rate", "seed")).dropna("one")
+        measured(axes[0, 1], turns.rate, np.asarray(turns) + 1, 1 - place, kind)
+    axes[0, 1].set(ylabel="step of the minimum + 1", yscale="log")
+    axes[0, 1].legend()
+    loss = final_loss(run).where(np.isfinite(final_loss(run)))
+    measured(axes[0, 2], run.rate, loss.transpose("rate", "seed"), 0, linestyle="-")
+    axes[0, 2].set(ylabel="validation loss at the end (nats)")
+    for panel in axes[0]:
+        panel.set(xscale="log", xlabel="learning rate")
+    letters(axes)
+    return figure
+
+
+_QUICK: Any = language.small(
+    width=32, hidden=32, batch=10, length=16, steps=500, every=25, glance=128,
+    layers=2, rates=(1e-3, 3e-3, 1e-2),
+)  # fmt: skip
+_PAPER: Any = language.wikitext()
+
+STUDY = Study(
+    name="learning-rates",
+    title="Too slow to bounce, a bounce, a collapse: attention by learning rate",
+    source="JoMA, the figure of learning rates on WikiText-2 (arXiv 2310.00535)",
+    about=(
+        "One language model is trained at rates from far too low to far too high, every seed with the same start, text "
+        "and dropout at each. A bounce is judged on entropy's mean over layers, against a curve that never rises with "
+        "noise of the size seen; a collapse on the layer that has least entropy left. The seven rates of the paper "
+        "preset are evenly spaced in their logarithm, which is our choice. The quick preset has two layers "
+        "and three rates, and reads its small text less than twice, where the paper reads its own twenty times."
+    ),
+    version=1,
+    presets={
+        "quick": Preset(Config(**_QUICK), seeds=3, seconds=35.0),
+        "paper": Preset(Config(**_PAPER), seeds=3, seconds=900_000.0),  # an estimate
+    },
+    run=run,
+    claims=CLAIMS,
+    figures={
+        "entropy": Drawing(
+            draw_entropy,
+            "Attention entropy over the validation text by layer and learning rate, mean and range over seeds; marks: "
+            "where the mean is least.",
+        ),
+        "rates": Drawing(
+            draw_rates,
+            "By learning rate, mean and range over seeds: (a) the bounce and the entropy that is left at the end in "
+            "the sparsest layer, thin lines the thresholds of a bounce and of a collapse; (b) the step at which "
+            "entropy, mean over layers, is least, one point a seed where it falls; (c) validation loss at the end.",
+        ),
+    },
+    threads=1,
+)
