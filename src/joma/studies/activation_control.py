@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import xarray as xr
 from matplotlib.figure import Figure
@@ -126,11 +125,6 @@ def draw_activations(run: xr.Dataset) -> Figure:
     return figure
 
 
-_QUICK: Any = language.small(
-    width=32, hidden=32, batch=10, length=16, steps=500, rate=3e-3, every=25, glance=128
-)  # fmt: skip
-_PAPER: Any = language.wikitext()
-
 STUDY = Study(
     name="activation-control",
     title="Is it the nonlinearity that makes attention dense again?",
@@ -144,8 +138,8 @@ STUDY = Study(
     ),
     version=1,
     presets={
-        "quick": Preset(Config(**_QUICK), seeds=3, seconds=45.0),
-        "paper": Preset(Config(**_PAPER), seeds=3, seconds=400_000.0),  # an estimate
+        "quick": Preset(Config(**language.small()), seeds=3, seconds=45.0),
+        "paper": Preset(Config(**language.wikitext()), seeds=3, seconds=400_000.0),  # an estimate
     },
     run=run,
     claims=CLAIMS,

@@ -241,18 +241,7 @@ STUDY = Study(
     presets={
         "quick": Preset(
             Config(
-                **language.small(  # pyright: ignore[reportArgumentType]
-                    width=32,
-                    hidden=32,
-                    batch=16,
-                    length=16,
-                    dropout=0.0,
-                    rate=3e-3,
-                    restart=False,
-                    steps=300,
-                    every=12,
-                    glance=330,
-                ),
+                **language.small(steps=440),
                 depths=(1, 2),
                 frozen=False,
             ),
@@ -260,7 +249,7 @@ STUDY = Study(
             seconds=45,
         ),
         # On a GPU; the seconds on 2 cores are an estimate from the operations of a step.
-        "paper": Preset(Config(**language.wikitext(every=500)), seeds=3, seconds=700_000),  # pyright: ignore[reportArgumentType]
+        "paper": Preset(Config(**language.wikitext(every=500)), seeds=3, seconds=700_000),
     },
     run=run,
     claims=CLAIMS,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xarray as xr
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from joma.arguments import InputError, whole
 from joma.probes.bounce import measure_bounce
-from joma.report.figure import COLOURS, band, canvas, letters
+from joma.report.figure import COLOURS, LINES, band, canvas, letters
 from joma.studies import language
 from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 
@@ -125,16 +125,18 @@ CLAIMS = (
     ),
     Claim(
         "fall",
-        f"One layer: attention falls sparse within {EARLY:,} steps, entropy by so many nats.",
+        f"One layer: attention falls sparse within {EARLY:,} steps, entropy by so many nats (mean, as published).",
         partial(fall, within=EARLY),
         at_least(0.8),
+        across="mean",
         presets=("paper",),
     ),
     Claim(
         "recovery",
-        "One layer: attention becomes dense again, entropy comes back by so many nats by the end.",
+        "One layer: attention becomes dense again, entropy comes back by so many nats by the end (mean).",
         recovery,
         at_least(0.4),
+        across="mean",
         presets=("paper",),
     ),
     Claim(
@@ -151,39 +153,36 @@ CLAIMS = (
         across="mean",
         presets=("paper",),
     ),
-    Claim("deeper", "Deeper models reach a lower loss; largest rise from one depth to the next.", deeper, at_most(0.0)),
+    Claim(
+        "deeper",
+        "Deeper models reach a lower loss; largest rise from one depth to the next, mean over seeds as published.",
+        deeper,
+        at_most(0.0),
+        across="mean",
+    ),
 )
 
 
 def draw_entropy(run: xr.Dataset) -> Figure:
     """Entropy of every layer against the step, a panel a depth, the authors' curves over it."""
     depths = [int(depth) for depth in run.depth]
-    figure, axes = canvas(1, len(depths), width=2.9)
-    theirs = published()
-    on_wikitext = "wikitext" in str(run.attrs.get("config", ""))
+    figure, axes = canvas(1, len(depths), width=2.9, sharey=True)
+    theirs = published().reindex(depth=depths) if "wikitext" in str(run.attrs.get("config", "")) else None
     for panel, depth in zip(axes[0], depths, strict=True):
         ours = run.entropy.sel(depth=depth).mean("head")
         for layer in range(depth):
-            index = _shade(layer, depth)
-            band(panel, ours.step + 1, ours.sel(layer=layer), index, _name(layer, depth))
-            if on_wikitext and depth in theirs.depth:
-                own = theirs.entropy.sel(depth=depth, layer=layer)
-                panel.plot(own.step + 1, own, ".", color=COLOURS[index % len(COLOURS)], markersize=2.5, alpha=0.5)
+            own, colour = ours.sel(layer=layer), colormaps["viridis"](0.9 * layer / max(1, depth - 1))
+            label = f"layer {layer}" if layer in (0, depth // 2, depth - 1) else None
+            panel.plot(own.step + 1, own.mean("seed"), color=colour, linestyle=LINES[layer % len(LINES)], label=label)
+            panel.fill_between(own.step + 1, own.min("seed"), own.max("seed"), color=colour, alpha=0.15, linewidth=0)
+            if theirs is not None:
+                dots = theirs.entropy.sel(depth=depth, layer=layer)
+                panel.plot(dots.step + 1, dots, ".", color=colour, markersize=2.5, alpha=0.6)
         panel.set(xscale="log", xlabel="step + 1", title=f"{depth} layer{'s' * (depth > 1)}")
-        panel.legend(ncols=1 + (depth > 5), fontsize=6.5)
+        panel.legend()
     axes[0, 0].set_ylabel("attention entropy (nats)")
-    for panel in axes[0, 1:]:
-        panel.sharey(axes[0, 0])
     letters(axes)
     return figure
-
-
-def _shade(layer: int, depth: int) -> int:
-    return layer if depth <= len(COLOURS) else layer * (len(COLOURS) - 1) // (depth - 1)
-
-
-def _name(layer: int, depth: int) -> str | None:
-    return f"layer {layer}" if depth <= len(COLOURS) or layer in (0, depth // 2, depth - 1) else None
 
 
 def draw_learning(run: xr.Dataset) -> Figure:
@@ -196,14 +195,12 @@ def draw_learning(run: xr.Dataset) -> Figure:
         band(axes[0, 1], own.step + 1, own.stable_rank.isel(layer=0), index, label)
         best = float(own.valid_loss.min("step").mean())
         axes[0, 0].axhline(best, color=COLOURS[index], linewidth=0.6, alpha=0.5)
-    axes[0, 0].set(xscale="log", yscale="log", xlabel="step + 1", ylabel="validation loss (nats)")
+    axes[0, 0].set(xscale="log", xlabel="step + 1", ylabel="validation loss (nats)")
     axes[0, 1].set(xscale="log", xlabel="step + 1", ylabel="stable rank of the lowest MLP")
     axes[0, 0].legend()
     letters(axes)
     return figure
 
-
-_QUICK: Any = language.small(steps=1_000)
 
 STUDY = Study(
     name="entropy-text",
@@ -217,7 +214,7 @@ STUDY = Study(
     ),
     version=1,
     presets={
-        "quick": Preset(Config(**_QUICK, depths=(1, 2)), seeds=3, seconds=75.0),
+        "quick": Preset(Config(**language.small(steps=1_500, every=50), depths=(1, 2)), seeds=3, seconds=75.0),
         "paper": Preset(Config(**language.wikitext()), seeds=3, seconds=500_000.0),
     },
     run=run,

@@ -397,14 +397,14 @@ STUDY = Study(
     presets={
         "quick": Preset(
             Config(
-                **language.small(width=32, hidden=32, batch=10, length=16, dropout=0.0, rate=2e-3, steps=400, every=50),  # pyright: ignore[reportArgumentType]
+                **language.small(steps=400, every=50),
                 permutations=199,
             ),
             seeds=3,
             seconds=15,
         ),
         # On a GPU; the seconds on 2 cores are an estimate from the operations of a step.
-        "paper": Preset(Config(**language.wikitext()), seeds=3, seconds=75_000),  # pyright: ignore[reportArgumentType]
+        "paper": Preset(Config(**language.wikitext()), seeds=3, seconds=75_000),
     },
     run=run,
     claims=CLAIMS,

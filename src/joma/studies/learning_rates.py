@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -169,12 +168,6 @@ def draw_rates(run: xr.Dataset) -> Figure:
     return figure
 
 
-_QUICK: Any = language.small(
-    width=32, hidden=32, batch=10, length=16, steps=500, every=25, glance=128,
-    layers=2, rates=(1e-3, 3e-3, 1e-2),
-)  # fmt: skip
-_PAPER: Any = language.wikitext()
-
 STUDY = Study(
     name="learning-rates",
     title="Too slow to bounce, a bounce, a collapse: attention by learning rate",
@@ -188,8 +181,8 @@ STUDY = Study(
     ),
     version=1,
     presets={
-        "quick": Preset(Config(**_QUICK), seeds=3, seconds=35.0),
-        "paper": Preset(Config(**_PAPER), seeds=3, seconds=900_000.0),  # an estimate
+        "quick": Preset(Config(**language.small(), layers=2, rates=(1e-3, 3e-3, 1e-2)), seeds=3, seconds=35.0),
+        "paper": Preset(Config(**language.wikitext()), seeds=3, seconds=900_000.0),  # an estimate
     },
     run=run,
     claims=CLAIMS,
