@@ -260,4 +260,4 @@ def ranks(device: str) -> Iterator[Row]:
         bounds = spectral_norm(matrix)
         known = float((bounds.upper / bounds.lower).square() - 1)
         what = f"stable_rank, {device}, {name} spectrum: relative error (bound {known:.1e})"
-        yield what, "≤ 1e-3", f"{error:.1e}", error <= 1e-3 and known <= 1.001e-3
+        yield what, "≤ 1e-3", f"{error:.1e}", error <= 1e-3 and known <= 2.001e-3

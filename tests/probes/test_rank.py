@@ -47,11 +47,11 @@ def true(w):
 def agrees(w):
     expected, norm = true(w)
     bounds = spectral_norm(w)
-    assert bool(((stable_rank(w) / expected - 1).abs() <= 1e-5).all())  # far within the bound of 1e-3
+    assert bool(((stable_rank(w) / expected - 1).abs() <= 1e-5).all())  # far within the bound of 2e-3
     rounding = 2e-6
     assert bool((bounds.lower <= norm * (1 + rounding)).all())
     assert bool((bounds.upper >= norm * (1 - rounding)).all())
-    assert bool(((bounds.upper / bounds.lower).square() - 1 <= 1e-3 + 1e-9).all())
+    assert bool(((bounds.upper / bounds.lower).square() - 1 <= 2e-3 + 1e-9).all())
 
 
 @settings(max_examples=60)
