@@ -45,7 +45,7 @@ clean:
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing into .venv (the first time takes a minute or two) …"
-	@$(PIP) install --constraint constraints.txt --editable .
+	@$(PIP) install --constraint constraints.txt --editable '.[hf]'
 	@touch $@
 
 .venv/developed: pyproject.toml constraints.txt | .venv/bin/python

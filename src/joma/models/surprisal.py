@@ -42,7 +42,8 @@ def surprisal(
     """
     flat, target = x.flatten(1, 2), target.expand(x.shape[:-1]).flatten(1)
     if weight.is_cuda and weight.shape[-1] < WORTH:
-        logits = torch.baddbmm(bias[:, None], flat, weight).float()
+        with torch.autocast("cuda", enabled=False):  # logits rounded to bfloat16 would cost more than they save here
+            logits = torch.baddbmm(bias[:, None], flat.to(weight.dtype), weight)
         own = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
     else:
         own = _Surprisal.apply(flat, weight, bias, target)

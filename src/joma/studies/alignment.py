@@ -323,7 +323,7 @@ STUDY = Study(
         "without learning, and what training and attention add is the difference. Each class has one sequence, so a "
         "minibatch is a vector of counts; leading pads are alike, so they are merged. Both are exact."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(
             Config(

@@ -528,7 +528,7 @@ STUDY = Study(
         "which former cousins occur together more often, and one with ρ², in which they do so exactly as often as "
         "before, so that what is left is the effect of the intermediate latent itself."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(Config(), seeds=3, seconds=40),
         "paper": Preset(

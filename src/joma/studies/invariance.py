@@ -434,7 +434,7 @@ STUDY = Study(
         "again. Five switches that the theorem excludes are "
         "shown to break it."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(Config(), seeds=3, seconds=25),
         "paper": Preset(Config(), seeds=10, seconds=60),

@@ -566,7 +566,7 @@ STUDY = Study(
         "has learned to leave the rest out. And growth slows down with a slower decoder too: later in steps, but "
         "sooner in the decoder's own time."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(Config(), seeds=5, seconds=20),
         "paper": Preset(Config(steps=30_000, records=120, outputs=128), seeds=20, seconds=340),

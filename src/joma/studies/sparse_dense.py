@@ -361,7 +361,7 @@ STUDY = Study(
         "an adaptive integrator; Theorem 4's example and its convergence rates; a block with free attention logits "
         "trained by SGD towards random targets; and a count of how deep the entropy of random targets bounces."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(Config(), seeds=4, seconds=12),
         "paper": Preset(Config(rate=1e-4, draws=2000, components=10), seeds=20, seconds=340),
