@@ -152,7 +152,7 @@ def test_overlapping_embeddings_have_one_cosine(columns, cosine):
     ("changes", "names"),
     [
         ({"rate": 0.0}, "rate"),
-        ({"rate_z": -0.1}, "rate"),
+        ({"rate_z": -0.1}, "rates"),
         ({"rate": float("nan")}, "rate"),
         ({"temperature": 0.0}, "temperature"),
         ({"dim": 5}, "dim"),

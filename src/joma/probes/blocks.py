@@ -177,7 +177,7 @@ def _soft_sums(
     del mask
     heads, rows = query.shape[:2]
     end = key.shape[1] if first is None else min(key.shape[1], first + rows)
-    whole, mean = query.new_full((heads, rows), HIDDEN), query.new_zeros(heads, rows)
+    whole, entropy = query.new_full((heads, rows), HIDDEN), query.new_zeros(heads, rows)
     for start in range(0, end, columns):
         stop = min(start + columns, end)
         s, p = (part[: heads * rows * (stop - start)].view(heads, rows, stop - start) for part in space)
@@ -186,10 +186,13 @@ def _soft_sums(
             _hide_later(s, first - start)
         torch.softmax(s, dim=-1, out=p)
         lse = s[..., 0] - p[..., 0].log()
+        own = lse - p.mul_(s).sum(dim=-1)
         new = torch.logaddexp(whole, lse)
-        mean = (whole - new).exp() * mean + (lse - new).exp() * p.mul_(s).sum(dim=-1)
+        # Blocks' entropies are joined, not their mean scores: what rounds is then of the size of the result.
+        before, here = whole - new, lse - new
+        entropy = before.exp() * (entropy - before) + here.exp() * (own - here)
         whole = new
-    return (whole - mean)[None]
+    return entropy[None]
 
 
 def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:

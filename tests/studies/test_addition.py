@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from joma.arguments import InputError
+from joma.data import addition as data
+from joma.models.transformer import Decoder, DecoderConfig
+from joma.noise import key
+from joma.studies import load, sums
+from joma.studies.addition import (
+    CLAIMS,
+    KINDS,
+    STUDY,
+    Config,
+    draw_accuracy,
+    draw_own,
+    draw_positions,
+    draw_slices,
+    final,
+    four_in_five,
+    groups,
+    keeps_place,
+    own_share,
+    progress,
+    run,
+    sampling_error,
+    steps_to,
+)
+from joma.studies.base import Context
+from joma.train import fit
+
+SMALL = Config(
+    digits=1, layers=2, heads=2, width=8, batch=8, steps=6, every=3, rate=1e-2, warm_up=2, held=0.3, glance=10,
+    probed=10, together=4, arms=("none causal", "none full", "learned full", "attention all", "mlp 1", "both all"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trajectory():
+    return run(SMALL, Context((0, 1)))
+
+
+def a_model(mask, positions="none", seeds=2, scale=3.0):
+    """Two models whose likeliest digits differ from place to place."""
+    parts = DecoderConfig(12, 8, 2, 2, length=6, mask=mask, positions=positions, activation="gelu")
+    model = Decoder(parts, generators=[torch.Generator().manual_seed(seed) for seed in range(seeds)])
+    assert model.head is not None
+    with torch.no_grad():
+        model.head.weight.mul_(scale)
+    return model
+
+
+def made_up(**changes):
+    """A run in which all that is said holds: accuracy, decodability and shares by arm; none of the rest varies."""
+    names, steps = list(sums.arms(6)), np.arange(0, 3001, 250)
+    ends = dict.fromkeys(names, 1.0) | {"none full": 0.05, "attention all": 0.001, "mlp all": 0.02, "both all": 0.001}
+    ends |= {"none causal": 0.9999, "attention 0": 0.999} | changes.get("accuracy", {})
+    gain = dict.fromkeys(names, 0.5) | {"none full": 0.01} | changes.get("gain", {})
+    own = {name: 1.0 if name == "none causal" else 0.4 for name in names} | changes.get("own", {})
+    shape, seeds = (len(names), 5, len(steps)), np.ones((1, 5, 1))
+    rise = np.minimum(steps / 1250, 1.0)
+    read = np.full((*shape, 7), 0.3)
+    read[..., 4] += np.array([gain[name] for name in names])[:, None, None]
+    shares = np.ones((*shape, 2, 7, 7)) * np.array([own[name] for name in names])[:, None, None, None, None, None]
+    variables = {
+        "accuracy": (("arm", "seed", "step"), np.array([ends[name] for name in names])[:, None, None] * rise * seeds),
+        "decodability": (("arm", "seed", "step", "level"), read),
+        "own": (("arm", "seed", "step", "kind", "level", "higher"), shares),
+    }
+    coordinates = {"arm": names, "seed": range(5), "step": steps, "kind": list(KINDS)}
+    made = xr.Dataset(variables, coords=coordinates).assign(ceiling=0.053188, error=0.01, chance=1 / 11)
+    made["steps_to_99"] = steps_to(made.accuracy, 0.99)
+    return made
+
+
+def verdicts(made, preset="paper"):
+    return {claim.name: claim.judge(made, preset)["verdict"] for claim in CLAIMS}
+
+
+def test_there_are_29_arms():
+    table = sums.arms(6)
+    assert len(table) == 29
+    assert sum(arm.residual is None for arm in table.values()) == 8
+    removed = [arm.residual for arm in table.values() if arm.residual is not None]
+    assert len(set(removed)) == 21
+    assert sorted(12 - sum(map(sum, residual)) for residual in removed) == [1] * 12 + [2] * 6 + [6] * 2 + [12]
+    assert table["mlp 4"].residual == ((True, True),) * 4 + ((True, False), (True, True))
+
+
+@given(st.lists(st.sampled_from(sorted(sums.arms(3))), min_size=1), st.integers(1, 7))
+def test_groups_hold_every_arm_once_and_fit_together(names, most):
+    found = list(groups(sums.pick(names, 3), most))
+    assert sorted(name for group in found for name in group) == sorted(set(names))
+    assert all(
+        len(group) <= most and len({(one.positions, one.mask) for one in group.values()}) == 1 for group in found
+    )
+    kinds = {(arm.positions, arm.mask) for arm in sums.pick(names, 3).values()}
+    sizes = [sum((arm.positions, arm.mask) == kind for arm in sums.pick(names, 3).values()) for kind in kinds]
+    assert len(found) == sum(math.ceil(size / most) for size in sizes)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_surprisal_is_that_of_every_prefix_alone(mask):
+    """Digit by digit, each prefix in a pass of its own and the logits of its last position."""
+    model = a_model(mask, "learned")
+    tokens = data.sequences(torch.tensor([[[3, 4], [9, 9]], [[1, 0], [5, 8]]]), digits=1)
+    found = sums.surprisal(model, tokens, 1)
+    for place, n in enumerate((4, 5)):
+        told = model(tokens[..., :n])[:, :, -1].log_softmax(dim=-1)
+        expected = -told.gather(-1, tokens[..., n : n + 1])[..., 0]
+        torch.testing.assert_close(found[..., place], expected)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_no_digit_is_seen_before_it_is_told(mask):
+    model, tokens = a_model(mask), data.encode(["3+4=07", "3+4=17"]).expand(2, 2, 6)
+    first = sums.surprisal(model, tokens, 1)[..., 0]
+    logits = model(tokens[..., :4])[:, :, -1].log_softmax(dim=-1)
+    torch.testing.assert_close(first, -torch.stack([logits[:, 0, 0], logits[:, 1, 1]], dim=1))
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_exact_match_is_that_of_a_model_that_reads_its_own_digits(mask, monkeypatch):
+    """The right sums are those that greedy generation writes: made likely by training on a few pairs."""
+    model = a_model(mask, "learned")
+    pairs = torch.tensor([[3, 4], [9, 9], [1, 0], [5, 8]])
+    tokens = data.sequences(pairs, digits=1)
+
+    def loss(model, step):
+        del step
+        return sums.surprisal(model, tokens[:3], 1).mean(dim=(1, 2))
+
+    rule = sums._optimiser(replace(SMALL, steps=60, rate=2e-2))
+    fit(model, loss, optimiser=rule, steps=60, at=[0])
+    written = tokens[:, :4].expand(2, 4, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            written = torch.cat([written, model(written)[:, :, -1:].argmax(dim=-1)], dim=-1)
+    expected = (written == tokens).all(dim=-1).double().mean(dim=-1)
+    assert 0 < float(expected.min()) < 1
+    for at_once in (1, 1 << 13):  # one pair a pass, and all in one
+        monkeypatch.setitem(sums.AT_ONCE, "cpu", at_once)
+        torch.testing.assert_close(sums.exact_match(model, tokens, 1), expected)
+
+
+def test_arms_that_train_together_train_as_they_do_alone(trajectory):
+    """Without residuals around attention: a model whose config says so, of one seed, with torch's own AdamW."""
+    context = Context((1,))
+    pairs = sums.pairs(SMALL, context)
+    parts = replace(sums.decoder(SMALL, sums.Arm()), residual=((False, True),) * 2)
+    model = Decoder(parts, generators=context.generators())
+    rule = torch.optim.AdamW(model.parameters(), lr=SMALL.rate, weight_decay=SMALL.weight_decay)
+    expected = {}
+    for step in range(SMALL.steps + 1):
+        drawn = data.draw(pairs.train, size=SMALL.batch, key=key(torch.tensor([1]), step))
+        loss = sums.surprisal(model, data.sequences(drawn, digits=1), 1).mean()
+        expected[step] = float(loss)
+        rule.param_groups[0]["lr"] = SMALL.rate * min((step + 1) / 2, (1 + math.cos(math.pi * step / SMALL.steps)) / 2)
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+    found = trajectory.loss.sel(arm="attention all", seed=1)
+    np.testing.assert_allclose(found, [expected[int(step)] for step in found.step], rtol=1e-4)
+
+
+def test_a_run_has_every_arm_with_its_measures(trajectory):
+    assert sorted(trajectory.arm.values) == sorted(SMALL.arms or ())
+    assert dict(trajectory.sizes) == {
+        "arm": 6, "seed": 2, "step": 5, "level": 3, "higher": 3, "kind": 2, "location": 5, "other": 5,
+    }  # fmt: skip
+    assert float(trajectory.ceiling) == data.ceiling(1).exact
+    start = trajectory.isel(step=0)
+    for one in ("none full", "mlp 1"):  # the embeddings are the same whatever stands above them
+        np.testing.assert_array_equal(start.decodability.sel(arm=one)[:, 0], start.decodability[0, :, 0])
+    assert not np.allclose(start.loss.sel(arm="mlp 1"), start.loss.sel(arm="none causal"))
+
+
+def test_a_lost_seed_stops_no_other():
+    model = a_model("causal")
+    tokens = data.sequences(torch.tensor([[3, 4], [9, 9]]), digits=1)
+    before = sums.levels(model, tokens)
+    with torch.no_grad():
+        model.embedding[0] = torch.nan
+    after = sums.levels(model, tokens)
+    assert bool((after[0] == 0).all())
+    torch.testing.assert_close(after[1], before[1])
+
+
+def test_the_rate_rises_and_falls():
+    factor = sums._optimiser(replace(SMALL, steps=100, warm_up=10)).schedules["*"]
+    found = [float(factor(torch.tensor(step))) for step in (0, 4, 50, 75, 100)]
+    np.testing.assert_allclose(found, [0.1, 0.5, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0], atol=1e-7)
+
+
+def test_twins_count_once_in_the_error():
+    pairs = torch.tensor([[1, 2], [2, 1], [3, 3], [4, 5]])
+    assert sampling_error(0.25, pairs) == pytest.approx(math.sqrt(0.25 * 0.75 / 3))
+
+
+def test_steps_to_a_level_are_the_first_or_none():
+    steps = [0, 10, 20, 30]
+    curves = xr.DataArray([[0, 0.99, 0.5, 1], [0, 0.1, 0.98, 0.9]], dims=("seed", "step"), coords={"step": steps})
+    np.testing.assert_array_equal(steps_to(curves, 0.99), [10, np.nan])
+
+
+def test_progress_is_the_mean_over_steps_not_over_records(trajectory):
+    curve = xr.DataArray([[[0.0, 0.0, 1.0]]], dims=("arm", "seed", "step"), coords={"step": [0, 8, 10], "arm": ["x"]})
+    assert float(progress(xr.Dataset({"accuracy": curve}), "x")[0]) == pytest.approx(0.1)
+    assert np.isnan(final(trajectory, "rotary full")).all()
+
+
+def test_what_four_in_five_reach():
+    assert four_in_five(xr.DataArray([0.9, 1.0, 0.1, 0.8, 0.95])) == 0.8
+    assert four_in_five(xr.DataArray([0.7, 0.6, 0.5])) == 0.5
+
+
+def test_shares_are_over_pairs_of_different_levels():
+    made = made_up()
+    made.own[{"arm": 0}] = np.triu(np.full((7, 7), 0.75), 1) + np.tril(np.full((7, 7), 9.0))
+    np.testing.assert_allclose(own_share(made, "none causal", "cka"), 0.75)
+    np.testing.assert_allclose(keeps_place(made, "cka"), 0.35)
+
+
+def test_all_that_is_said_can_hold():
+    paper = {claim.name for claim in CLAIMS if "paper" in claim.presets}
+    assert {name for name, verdict in verdicts(made_up()).items() if verdict == "holds"} == paper
+
+
+SPOILT = {
+    "causal": {"accuracy": {"none causal": 0.06}},
+    "causal-learns": {"accuracy": {"none causal": 0.98}},
+    "full": {"accuracy": {"none full": 0.07}},
+    "full-encoded": {"accuracy": {"rotary full": 0.98}},
+    "positions-causal": {"gain": {"none causal": 0.1}},
+    "positions-full": {"gain": {"none full": 0.1}},
+    "attention-residuals": {"accuracy": {"attention all": 1.0}},
+    "mlp-residuals": {"accuracy": {"mlp all": 1.0}},
+    "slices": {"own": {"none causal": 0.8}},
+    "slices-without": {"own": {"both all": 0.99}},
+    "slices-cka": {"own": {"none causal": 0.8}},
+    "slices-without-cka": {"own": {"mlp all": 0.99}},
+    "pilot-causal": {"accuracy": {"none causal": 0.99}},
+    "pilot-learned": {"accuracy": {"learned causal": 0.99}},
+    "pilot-learned-soon": {"accuracy": {"learned causal": 0.98}},
+    "pilot-attention": {"accuracy": {"attention all": 0.05}},
+    "pilot-mlp": {"accuracy": {"mlp all": 0.1}},
+    "pilot-first": {"accuracy": {"attention 0": 0.9}},
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_what_is_wrong_is_seen(name):
+    assert verdicts(made_up(**SPOILT[name]))[name] == "does not hold"
+
+
+def test_a_seed_that_was_lost_has_learnt_nothing():
+    made = made_up()
+    made.accuracy.loc[{"arm": "none causal", "seed": [0, 1], "step": slice(500, None)}] = np.nan
+    assert verdicts(made)["causal"] == "does not hold"
+    assert verdicts(made)["causal-learns"] == "does not hold"
+
+
+@pytest.mark.parametrize("draw", [draw_accuracy, draw_slices, draw_positions, draw_own])
+def test_it_is_drawn_from_the_dataset_alone(trajectory, draw):
+    figure = draw(trajectory)
+    assert {text for axes in figure.axes for text in (axes.get_title(loc="left"), axes.get_title())} - {""}
+    shown = {"draw_accuracy": 4, "draw_slices": 4 * 6 + 1, "draw_positions": 4, "draw_own": 2}
+    assert len(figure.axes) == shown[draw.__name__]
+
+
+def test_the_ceiling_is_drawn(trajectory):
+    levels = [line.get_ydata()[0] for line in draw_accuracy(trajectory).axes[1].lines if len(line.get_xdata()) == 2]
+    assert float(trajectory.ceiling) in levels
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"arms": ("none diagonal",)}, "arms"),
+        ({"arms": ()}, "arms"),
+        ({"digits": 4}, "digits"),
+        ({"held": 0.0}, "share"),
+        ({"warm_up": 0}, "warm_up"),
+        ({"rate": -1.0}, "rate"),
+        ({"every": 0}, "every"),
+        ({"together": 0}, "together"),
+        ({"asked": 0}, "asked"),
+        ({"heads": 3}, "heads"),
+    ],
+)
+def test_bad_settings_are_named(change, named):
+    with pytest.raises(InputError, match=f"`{named}`"):
+        run(replace(SMALL, **change), Context((0,)))
+
+
+def test_arms_of_several_masks_do_not_train_as_one():
+    context = Context((0,))
+    with pytest.raises(InputError, match="one encoding and mask"):
+        sums.train(SMALL, context, sums.pairs(SMALL, context).train, sums.pick(["none full", "none causal"], 2),
+                   label="x", record=dict, dims={})  # fmt: skip
+
+
+def test_presets_name_known_arms_and_it_is_registered():
+    assert load("addition") is STUDY
+    for preset in STUDY.presets.values():
+        assert sums.pick(preset.config.arms, preset.config.layers)
+    assert len(sums.pick(STUDY.presets["paper"].config.arms, 6)) == 29
