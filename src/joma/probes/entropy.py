@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ def attention_entropy(
     """
     order = choice("precision", precision, blocks.PRECISIONS)
     scores = _scores(query, key, causal, mask, scale, grouped=enable_gqa)
-    return torch.cat([blocks.rows(part, order).entropy for part in scores]).view(query.shape[:-1])
+    return _joined([blocks.rows(part, order).entropy for part in scores], query.shape[:-1])
 
 
 def attention_rows(
@@ -118,8 +119,8 @@ def attention_rows(
     order = choice("precision", precision, blocks.PRECISIONS)
     scores = _scores(query, key, causal, mask, scale, grouped=enable_gqa)
     found = [blocks.rows(part, order, largest=True) for part in scores]
-    nats, largest = (torch.cat(parts).view(query.shape[:-1]) for parts in zip(*found, strict=True))
-    seen = torch.cat([blocks.visible(part) for part in scores]).view(query.shape[:-1])
+    nats, largest = (_joined(parts, query.shape[:-1]) for parts in zip(*found, strict=True))
+    seen = _joined([blocks.visible(part) for part in scores], query.shape[:-1])
     limit = seen.to(nats.dtype).log()
     return AttentionRows(nats, nats / limit.masked_fill(seen <= 1, torch.nan), effective_tokens(nats), largest)
 
@@ -178,6 +179,10 @@ def _scores(
     ]
 
 
+def _joined(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).view(shape)
+
+
 def _nth(tensor: Tensor, n: int) -> Tensor:
     """Return one batch of four axes, the n-th along the axes before them."""
     for size in reversed(tensor.shape[:-4]):
@@ -209,11 +214,8 @@ def _key_lead(query: torch.Size, key: torch.Size, grouped: bool) -> tuple[int, .
         expected = f"of a number of heads that divides the {query[-1] if query else 0} of `query`"
         raise InputError("key", expected, f"leading axes {tuple(key)}", "check the axis of heads")
     target = (*query[:-1], key[-1]) if grouped else tuple(query)
-    try:
-        fits = torch.broadcast_shapes(key, target) == target
-    except RuntimeError:
-        fits = False
-    if not fits:
+    aligned = zip(reversed(key), reversed(target), strict=False)
+    if len(key) > len(target) or any(own not in (1, wanted) for own, wanted in aligned):
         raise InputError("key", expected, f"leading axes {tuple(key)}", remedy)
     return target
 

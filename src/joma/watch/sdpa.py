@@ -214,6 +214,8 @@ def _hooks(model: nn.Module, recording: Recording) -> Iterator[None]:
     handles = []
     try:
         for name, module in model.named_modules():
+            if name and type(module).__module__.startswith("torch.nn.modules") and not any(module.children()):
+                continue  # torch's own layers without parts (linear maps, norms, …) call no attention
             bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
             def enter(*_: Any, name: str = bare) -> None:
