@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, whole
 from joma.models.block import ACTIVATIONS
+from joma.models.lookup import FEW, lookup
 from joma.models.surprisal import surprisal
 from joma.noise import dropout, split, streams
 
@@ -423,7 +424,8 @@ class Decoder(nn.Module):
         seeds, vocabulary, _ = self.embedding.shape
         first = torch.arange(0, seeds * vocabulary, vocabulary, device=tokens.device)[:, None, None]
         rows = (first + tokens).masked_fill((tokens < 0) | (tokens >= vocabulary), seeds * vocabulary)
-        return F.embedding(rows, self.embedding.flatten(0, 1))
+        table = self.embedding.flatten(0, 1)
+        return lookup(rows, table) if table.is_cuda and vocabulary <= FEW else F.embedding(rows, table)
 
     def _reach(self, x: Stream, multiplicity: Maybe) -> Float[Tensor, "... query key"]:
         """Return what is added to the scores: 0 or ln m, and for what is not to be seen the least finite number."""
