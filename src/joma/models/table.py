@@ -1,7 +1,7 @@
 """Rows of a small table: the gradient as a product instead of a sort.
 
-PyTorch sorts the numbers of the rows to add up the gradient of an embedding in a fixed order, which on CUDA takes a dozen
-launches. Where a seed has few types, a product with ones and zeros is quicker and as deterministic.
+To add up the gradient of an embedding in a fixed order PyTorch sorts the rows' numbers, a dozen launches on CUDA. Where a
+seed has few types, a product with ones and zeros is quicker and as deterministic.
 """
 
 from __future__ import annotations

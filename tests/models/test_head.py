@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from joma.models import surprisal as module
-from joma.models.surprisal import surprisal
+from joma.models import head as module
+from joma.models.head import surprisal
 
 WAYS = {
     "seed by seed": (module._seed_by_seed, module._gradients_seed_by_seed),

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from joma.models.lookup import lookup
+from joma.models.table import lookup
 
 
 @given(seed=st.integers(0, 1000), seeds=st.integers(1, 4), types=st.integers(1, 9), positions=st.integers(1, 5))
