@@ -1,6 +1,6 @@
 """Rows of a small table: the gradient as a product instead of a sort.
 
-To add up the gradient of an embedding in a fixed order PyTorch sorts the rows' numbers, a dozen launches on CUDA. Where a
+To add up the gradient of an embedding in a fixed order PyTorch sorts numbers of rows, a dozen launches on CUDA. Where a
 seed has few types, a product with ones and zeros is quicker and as deterministic.
 """
 

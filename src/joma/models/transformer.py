@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, whole
 from joma.models.block import ACTIVATIONS
-from joma.models.table import FEW, lookup
 from joma.models.head import surprisal
+from joma.models.table import FEW, lookup
 from joma.noise import dropout, split, streams
 
 CHOICES: dict[str, dict[str, str]] = {
