@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 # 1 MiB twice stays in the cache of one or two cores; a GPU needs more at once to be busy.
 _TILES = {"cpu": Shape(2**18, 128, 1024), "cuda": Shape(2**24, 512, 4096)}
-_WIDE = Shape(2**19, 128, 4096)  # a multiple of its queries in keys, so that causal blocks start before their rows
+_WIDE = Shape(2**21, 128, 4096)  # a multiple of its queries in keys, so that causal blocks start before their rows
 _BOUND = 30.0  # exp(−60) of the largest weight is still far from the least float32
 
 
