@@ -53,6 +53,13 @@ def test_a_deeper_model_that_learns_less_is_seen(theirs):
     assert verdicts(worse, "paper")["deeper"] == "does not hold"
 
 
+def test_one_depth_alone_is_judged_and_says_nothing_of_deeper_ones(theirs):
+    alone = theirs.sel(depth=[1])
+    assert verdicts(alone, "paper")["loss-1"] == "holds"
+    (deeper,) = [claim for claim in STUDY.claims if claim.name == "deeper"]
+    assert deeper.judge(alone, "quick")["measured"]["mean"] is None
+
+
 def test_the_study_runs_and_is_drawn():
     found = run(SMALL, Context((0, 1)))
     assert found.entropy.dims[:2] == ("depth", "seed")

@@ -25,6 +25,8 @@ MODULES = {
     "bounce-control": "joma.studies.bounce_control",
     "invariant-text": "joma.studies.invariant_text",
     "permutation": "joma.studies.permutation",
+    "addition": "joma.studies.addition",
+    "position-emergence": "joma.studies.position_emergence",
     "pretrained": "joma.studies.pretrained",
 }
 

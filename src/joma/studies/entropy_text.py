@@ -107,8 +107,12 @@ def distance(run: xr.Dataset) -> xr.DataArray:
 
 
 def deeper(run: xr.Dataset) -> xr.DataArray:
-    """The largest rise of the least validation loss from one depth to the next, per seed; below 0 if there is none."""
-    return run.valid_loss.sortby("depth").min("step").diff("depth").max("depth")
+    """The largest rise of the least validation loss from one depth to the next, per seed; below 0 if there is none.
+
+    NaN where there is one depth only.
+    """
+    best = run.valid_loss.sortby("depth").min("step")
+    return (best - best.shift(depth=1)).max("depth")
 
 
 CLAIMS = (
