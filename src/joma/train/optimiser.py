@@ -239,8 +239,9 @@ class PackedRule(Rule):
         for group, factor, pack in zip(self.groups, factors, self.packs, strict=True):
             rate = group.rate * self.gate if factor is None else group.rate * factor * self.gate
             pace = torch.compile(_pace)(rate, scale, t, self.parameters[group.names[0]].dtype, **options)
+            flat = _rows if any(value.ndim for value in pace.values()) else torch.flatten  # one graph for all, then
             for name in pack.large:
-                adam_update(*map(_rows, self._parts(name)), **pace)
+                adam_update(*map(flat, self._parts(name)), **pace)
             if pack.small:
                 together = [self.parameters[name].detach() for name in pack.small]
                 p, g = (
