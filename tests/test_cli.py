@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import toy_study  # noqa: F401  (registered below by name)
 from joma import cli, studies
@@ -247,6 +248,21 @@ def test_probe_names_what_is_wrong_and_measures_the_rest(checkpoints, tmp_path, 
     code, out, _ = joma("probe", tmp_path / "series", "--out", tmp_path / "out", capsys=capsys)
     assert code == 1
     assert "download it again" in out
+
+
+@pytest.mark.parametrize("steps", [["step0"], ["step0", "step1"]])
+@pytest.mark.parametrize("name", ["wte.weight", "mlp.fc1.weight"])
+def test_probe_draws_what_there_is(steps, name, tmp_path, capsys):
+    generator = torch.Generator().manual_seed(0)
+    for step in steps:
+        (tmp_path / "series" / step).mkdir(parents=True)
+        weight = torch.randn(40, 8, generator=generator)
+        save_file({name: weight}, tmp_path / "series" / step / "model.safetensors")
+    code, out, err = joma("probe", tmp_path / "series", "--out", tmp_path / "out", "--json", capsys=capsys)
+    assert (code, err) == (1, "")
+    (fault,) = json.loads(out)["faults"]
+    assert "a model with a config.json" in fault["said"]
+    assert list((tmp_path / "out").glob("*/figures/*.svg"))
 
 
 @pytest.mark.parametrize(

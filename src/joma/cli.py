@@ -152,13 +152,13 @@ class Probe:
         place = str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model
         folder = self.out / re.sub(r"[^\w.-]+", "--", place).strip("-")
         found = probe(series, text=text, store=Store(folder / "measures"), progress=Bars())
+        for table in () if self.json else tables(found.data, found.audit.faults):  # faults before any figure
+            show(table)
         save(found.data, found.audit.faults, folder)
         if self.json:
             faults = [dataclasses.asdict(fault) for fault in found.audit.faults]
             emit({**summary(found.data), "faults": faults, "out": folder})
         else:
-            for table in tables(found.data, found.audit.faults):
-                show(table)
             sys.stdout.write(f"{folder}\n")
         return CLAIM_FAILED if found.audit.incomplete else DONE
 

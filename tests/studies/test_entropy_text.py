@@ -60,6 +60,12 @@ def test_one_depth_alone_is_judged_and_says_nothing_of_deeper_ones(theirs):
     assert deeper.judge(alone, "quick")["measured"]["mean"] is None
 
 
+def test_a_model_deeper_than_any_published_is_drawn(theirs):
+    deeper = theirs.reindex(depth=[1, 12], layer=range(12)).assign_attrs(config='{"corpus": "wikitext:wikitext-2-v1"}')
+    figure = STUDY.figures["entropy"].draw(deeper)
+    assert len(figure.axes) == 2
+
+
 def test_the_study_runs_and_is_drawn():
     found = run(SMALL, Context((0, 1)))
     assert found.entropy.dims[:2] == ("depth", "seed")

@@ -68,9 +68,22 @@ def test_validation_is_the_mean_over_tokens_and_rows(text):
     torch.testing.assert_close(found["entropy"].float(), rows, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("lost", [[1], [0, 1]])
+def test_a_seed_that_was_lost_leaves_the_others_their_measures(text, lost):
+    own, expected = model(text), validation(model(text), text)
+    with torch.no_grad():
+        for weight in own.parameters():
+            weight[lost] = torch.nan
+    found = validation(own, text)
+    for name, values in expected.items():
+        assert found[name][lost].isnan().all()
+        rest = [seed for seed in (0, 1) if seed not in lost]
+        torch.testing.assert_close(found[name][rest], values[rest])
+
+
 def test_it_trains_as_pytorchs_own_parts_would(text):
     """Without dropout, against nn.TransformerEncoderLayer with the same start, torch's Adam made anew every epoch."""
-    setting = dataclasses.replace(SMALL, dropout=0.0, steps=6)
+    setting = dataclasses.replace(SMALL, dropout=0.0, steps=11, every=1, clip=0.1)
     short = dataclasses.replace(text, train=text.train[:, : 8 * 4 + 1])  # an epoch of four windows
     found = train(setting, CONTEXT, short, layers=1, label="x")
     start = model(text, setting, layers=1)
@@ -95,8 +108,8 @@ def test_it_trains_as_pytorchs_own_parts_would(text):
             theirs.bias.copy_(bias)
     mask = nn.Transformer.generate_square_subsequent_mask(8)
     parameters = [embedding, *plain.parameters(), *head.parameters()]
-    losses = []
-    for step in range(6):
+    losses, norms = [], []
+    for step in range(11):
         if step % 4 == 0:
             rule = torch.optim.Adam(parameters, lr=1e-2)
         tokens, target = short.window(torch.tensor(step))
@@ -106,10 +119,12 @@ def test_it_trains_as_pytorchs_own_parts_would(text):
         )
         rule.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 0.5)
+        norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
         rule.step()
         losses.append(loss.item())
+    assert min(norms) > 0.1  # so that all are clipped
     seen = found.loss.sel(seed=4).isel(step=slice(0, -1))
+    assert seen.step.values.tolist() == list(range(11))
     np.testing.assert_allclose(seen, np.array(losses)[seen.step], rtol=2e-4)
 
 

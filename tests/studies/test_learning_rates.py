@@ -98,6 +98,10 @@ def test_claims_fail_where_nothing_bounces_or_collapses():
     assert flat["bounces"] == flat["sooner"] == flat["best"] == "does not hold"
 
 
+def test_a_run_in_which_nothing_falls_is_drawn(tmp_path):
+    draw_rates(made_up({1e-4: "rises", 1e-3: "rises"}, [5.0, 5.0])).savefig(tmp_path / "rates.svg")
+
+
 def test_the_papers_rate_is_found_among_rounded_ones():
     made = made_up({1e-4 * (1 + 1e-9): "falls", 1e-3: "turns"}, [5.0, 5.0])
     assert verdicts(made, "paper")["bounces-1e-4"] == "does not hold"

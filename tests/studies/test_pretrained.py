@@ -161,6 +161,12 @@ def test_a_bad_setting_is_named(tmp_path):
             pretrained.run(replace(SMALL, **changes), Context((0,), checkpoints=tmp_path))
 
 
+def test_a_corpus_shorter_than_a_window_is_named(tmp_path):
+    (tmp_path / "short.txt").write_text("too short\n")
+    with pytest.raises(InputError, match=r"`corpus` must be of at least 16 bytes, .* got 10 to train on .*longer text"):
+        pretrained.run(replace(SMALL, corpus=str(tmp_path / "short.txt")), Context((0,), checkpoints=tmp_path / "out"))
+
+
 def test_presets_are_affordable():
     assert STUDY.presets["quick"].seconds <= 40
     assert not STUDY.presets["quick"].config.models

@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from joma.arguments import InputError
 from joma.probes.entropy import entropy
 from joma.probes.orthogonality import cosine_orthogonality
 from joma.watch import Checkpoints, loading, probing, tensors
-from joma.watch.probing import EMBEDDING, LOWER, _natural, probe, weights
+from joma.watch.probing import EMBEDDING, _natural, probe, weights
+from joma.watch.recorder import LOWER
 from joma.watch.series import Store
 
 transformers = pytest.importorskip("transformers")
@@ -98,6 +100,17 @@ def test_a_second_probe_reads_nothing_and_finds_the_same(series, tmp_path):
     assert other.data.stable_rank.equals(first.data.stable_rank)
 
 
+def test_a_config_that_was_mended_is_measured_anew(tmp_path):
+    with loading.quiet():
+        neox().save_pretrained(tmp_path / "model")
+    series, store = Checkpoints(tmp_path / "model"), Store(tmp_path / "store")
+    before = probe(series, text=TEXT, store=store).data
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4}))
+    after = probe(series, text=TEXT, store=store).data
+    assert (before.sizes["head"], after.sizes["head"]) == (2, 4)
+
+
 def test_bad_checkpoints_are_named_and_the_rest_is_measured(tmp_path):
     with loading.quiet():
         for step in (0, 1, 2, 3, 4):
@@ -147,6 +160,56 @@ def test_a_model_without_attention_has_its_weights_measured(tmp_path):
     assert "`mamba` must be a model with attention to watch, got MambaModel" in fault.said
     assert "entropy" not in found.data
     assert float(found.data.embedding_cosine[0]) > 0
+
+
+def test_an_encoder_with_a_decoder_reads_the_text_on_both_sides(tmp_path):
+    config = transformers.T5Config(vocab_size=256, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    with torch.random.fork_rng(), loading.quiet():
+        transformers.T5Model(config).save_pretrained(tmp_path / "t5")
+    found = probe(Checkpoints(tmp_path / "t5"), text=TEXT)
+    assert found.audit.faults == ()
+    kinds = [name.rsplit(".", 1)[1] for name in found.data.layer.values]
+    assert kinds == ["SelfAttention", "EncDecAttention", "SelfAttention"]
+    assert found.data.entropy.notnull().all()
+
+
+def test_a_model_that_refuses_the_text_has_its_weights_measured(series, monkeypatch):
+    class Picky(torch.nn.Module):
+        config = None
+
+        def forward(self, **given):
+            raise TypeError(f"no use for {sorted(given)}")
+
+    monkeypatch.setattr(probing, "load", lambda *_: Picky())
+    found = probe(Checkpoints(series), text=TEXT)
+    (fault,) = found.audit.faults
+    assert "must be a model that runs on tokens alone, got Picky (no use for ['input_ids'" in fault.said
+    assert found.data.stable_rank.notnull().all()
+
+
+def test_weights_that_the_config_does_not_describe_are_not_drawn_at_random(series, tmp_path):
+    (tmp_path / "step0").mkdir()
+    own = load_file(series / "step3" / "model.safetensors")
+    renamed = {name.replace("layers.1.attention", "layers.1.attend"): value for name, value in own.items()}
+    save_file(renamed, tmp_path / "step0" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "step0" / "config.json").write_text((series / "step3" / "config.json").read_text())
+    found = probe(Checkpoints(tmp_path), text=TEXT)
+    (fault,) = found.audit.faults
+    assert "that its config.json describes, got no layers.1.attention.dense.bias and 3 more missing" in fault.said
+    assert "entropy" not in found.data
+
+
+def test_an_encoder_without_its_pooler_is_run(tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    with torch.random.fork_rng(), loading.quiet():
+        transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=256)).save_pretrained(tmp_path)
+    assert probe(Checkpoints(tmp_path), text=TEXT).audit.faults == ()
+
+
+def test_where_nothing_is_sound_the_cause_is_said(tmp_path):
+    torch.save({"w": torch.ones(2), "x": tmp_path}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model.bin` must be tensors alone, .*; convert it to safetensors"):
+        probe(Checkpoints(tmp_path), text=TEXT)
 
 
 def test_weights_without_a_config_are_measured_all_the_same(series, tmp_path):
@@ -228,7 +291,7 @@ def test_architectures_name_their_lower_matrices_and_embeddings(kind, lower):
     name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     with torch.random.fork_rng():
         state = getattr(transformers, name)(config).state_dict()
-    assert lower in [name for name in state if LOWER.search(name)]
+    assert lower in [name for name in state if re.search(LOWER, name)]
     (embedding,) = [name for name in state if EMBEDDING.search(name)]
     assert state[embedding].shape[0] == 64
 
@@ -236,6 +299,16 @@ def test_architectures_name_their_lower_matrices_and_embeddings(kind, lower):
 def test_layers_come_in_their_natural_order():
     names = [f"layers.{i}.attention" for i in range(12)]
     assert sorted(sorted(names), key=_natural) == names
+
+
+def test_of_a_large_embedding_evenly_spaced_runs_are_read(tmp_path):
+    table = torch.randn(10_000, 32, generator=torch.Generator().manual_seed(0))
+    save_file({"wte.weight": table}, tmp_path / "model.safetensors")
+    series = Checkpoints(tmp_path)
+    starts = [(10_000 - 256) * run // 7 for run in range(8)]
+    expected = cosine_orthogonality(torch.cat([table[start : start + 256] for start in starts]))
+    assert float(weights(series[0])["embedding_cosine"]) == pytest.approx(float(expected.root_mean_square), rel=1e-6)
+    assert series.bytes_read < table.nbytes / 2
 
 
 def test_weights_of_something_else_are_named(tmp_path):

@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 
 import pytest
 import torch
@@ -132,6 +133,12 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path, monkeypat
     with pytest.raises(Unreadable, match=r"`m.bin` must be tensors alone, got a pickle .*; convert it to safetensors"):
         PickledFile(tmp_path / "m.bin", "m.bin", Meter()).names()
     assert not (tmp_path / "made-by-a-pickle").exists()
+
+
+def test_a_plain_pickle_is_refused_without_a_warning(tmp_path):
+    (tmp_path / "m.bin").write_bytes(pickle.dumps({"x": tmp_path}, protocol=4))
+    with pytest.raises(Unreadable, match="must be tensors alone"):
+        PickledFile(tmp_path / "m.bin", "m.bin", Meter()).names()
 
 
 def test_a_bin_file_of_other_things_or_cut_short_is_named(tmp_path):

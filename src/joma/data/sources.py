@@ -102,7 +102,8 @@ def find(source: str | Path, *, cache: Path, progress: Progress) -> Source:
     if isinstance(source, str) and ":" in source:
         return _folder(source, _fetched(source, cache, progress))
     expected = f"{EMBEDDED!r}, a file or folder of text, or a dataset NAME:CONFIG of the hub"
-    raise InputError("source", expected, f"{str(source)!r}, which is not there", "check the path")
+    remedy = "check the path; a dataset's name has a colon after it, even without a configuration"
+    raise InputError("source", expected, f"{str(source)!r}, which is not there", remedy)
 
 
 def chunks(pieces: Iterable[Piece], *, size: int = CHUNK) -> Iterator[Chunk]:

@@ -163,7 +163,7 @@ def _drawable(data: xr.Dataset) -> set[str]:
     found = {"_ranks"} if "stable_rank" in data else set()
     if "entropy" in data:
         found |= {"_heads", "_entropy"} if several else {"_heads"}
-    if "hidden_cosine" in data or several:
+    if "hidden_cosine" in data or "embedding_cosine" in data:
         found |= {"_directions"}
     return found
 
@@ -207,10 +207,13 @@ def _directions(axes: Axes, data: xr.Dataset) -> None:
             places = _spaced(data.sizes["depth"], 3)
             curves += [(f"hidden, depth {place}", data.hidden_cosine.isel(depth=place)) for place in places]
         _over_steps(axes, data, curves)
-    else:
+    elif "hidden_cosine" in data:
         values = data.hidden_cosine.isel(step=0)
         axes.plot(np.arange(values.size), values, **{**marker(0), "linestyle": "-"})
         axes.set(xlabel="depth", xticks=_spaced(values.size, 8))
+    else:
+        axes.plot(0, data.embedding_cosine.isel(step=0), **marker(0))
+        axes.set_xticks([0], ["token embeddings"])
     if "embedding_random" in data:
         axes.axhline(float(data.embedding_random.max()), color="grey", linestyle=":", linewidth=1)
     axes.set(ylim=(0, 1.3 * axes.get_ylim()[1]), yticks=np.linspace(0, 1, 6))

@@ -171,7 +171,9 @@ def draw_entropy(run: xr.Dataset) -> Figure:
     """Entropy of every layer against the step, a panel a depth, the authors' curves over it."""
     depths = [int(depth) for depth in run.depth]
     figure, axes = canvas(1, len(depths), width=2.9, sharey=True)
-    theirs = published().reindex(depth=depths) if "wikitext" in str(run.attrs.get("config", "")) else None
+    theirs = None
+    if "wikitext" in str(run.attrs.get("config", "")):
+        theirs = published().reindex(depth=depths, layer=range(max(depths)))
     for panel, depth in zip(axes[0], depths, strict=True):
         ours = run.entropy.sel(depth=depth).mean("head")
         for layer in range(depth):

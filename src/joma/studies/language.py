@@ -242,12 +242,23 @@ def validation(model: Decoder, text: Text) -> dict[str, Tensor]:
         loss = loss + model.surprisal(tokens, target, kept=kept).double().sum(dim=(1, 2))
         told += target.numel()
         if tokens.shape[1] == text.length:  # shorter rows have less entropy to begin with
-            own = torch.stack([entropy(layer).double().mean(dim=3).sum(dim=1) for layer in kept["attention"]], dim=1)
+            own = torch.stack([_entropy(layer).double().mean(dim=3).sum(dim=1) for layer in kept["attention"]], dim=1)
             attended, rows = attended + own, rows + len(tokens)
     if not rows:
         raise InputError("corpus", f"validation columns of more than {text.length} tokens", text.valid.shape[1],
                          "give a longer text, fewer `columns` or a smaller `length`")  # fmt: skip
     return {"valid_loss": torch.as_tensor(loss / told), "entropy": torch.as_tensor(attended / rows)}
+
+
+def _entropy(attention: Float[Tensor, "seed sample head query key"]) -> Float[Tensor, "seed sample head query"]:
+    """Return the entropy of each row; NaN for a seed that was lost, so that the others go on."""
+    sound = attention.sum(dim=(1, 2, 3, 4)).isfinite()
+    if sound.all():
+        return entropy(attention)
+    found = attention.new_full(attention.shape[:-1], torch.nan)
+    if sound.any():
+        found[sound] = entropy(attention[sound])
+    return found
 
 
 def bounces(entropy: xr.DataArray) -> xr.Dataset:

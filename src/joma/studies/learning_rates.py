@@ -156,9 +156,10 @@ def draw_rates(run: xr.Dataset) -> Figure:
     there, fell = run.bounce >= LEAST, run.fall >= LEAST * (run.fall + run.least)
     for place, (kind, chosen) in enumerate({"bounces": there, "falls only": fell & ~there}.items()):
         turns = run.turn.where(chosen).stack(one=("rate", "seed")).dropna("one")
-        measured(axes[0, 1], turns.rate, np.asarray(turns) + 1, 1 - place, kind)
+        if turns.size:
+            measured(axes[0, 1], turns.rate, np.asarray(turns) + 1, 1 - place, kind)
+            axes[0, 1].legend()
     axes[0, 1].set(ylabel="step of the minimum + 1", yscale="log")
-    axes[0, 1].legend()
     loss = final_loss(run).where(np.isfinite(final_loss(run)))
     measured(axes[0, 2], run.rate, loss.transpose("rate", "seed"), 0, linestyle="-")
     axes[0, 2].set(ylabel="validation loss at the end (nats)")

@@ -169,6 +169,9 @@ def _windows(config: Config) -> list[dict[str, torch.Tensor]]:
     """The training text in windows of `length` bytes, each its own input and target."""
     columns = corpus(config.corpus, tokeniser="bytes").train
     count = len(columns) // config.length
+    if not count:
+        got = f"{len(columns)} to train on in {config.corpus}"
+        raise InputError("corpus", f"of at least {config.length} bytes, one window", got, "give a longer text")
     windows = torch.from_numpy(columns[: count * config.length].astype(np.int64)).reshape(count, config.length)
     return [{"input_ids": window, "labels": window} for window in windows]
 

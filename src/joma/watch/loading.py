@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError
 from joma.data.text import corpus
+from joma.watch.series import CONFIG
 from joma.watch.tensors import Unreadable
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+POOLER = "pooler."  # of encoders, which their pretraining has no use for: it comes after all attention
 ONLY_WEIGHTS = "(its weights are measured all the same)"
 
 
@@ -46,7 +48,7 @@ def quiet() -> Iterator[None]:
 
 def configuration(folder: Path, name: str) -> Any:
     """The config of the model in `folder`, or in the folder above as for a series that shares one."""
-    place = next((place for place in (folder, folder.parent) if (place / "config.json").is_file()), None)
+    place = next((place for place in (folder, folder.parent) if (place / CONFIG).is_file()), None)
     if place is None:
         raise Unreadable(
             name, "a model with a config.json", "none", f"add it to have attention measured {ONLY_WEIGHTS}"
@@ -59,7 +61,13 @@ def load(folder: Path, name: str) -> nn.Module:
     """The model in `folder` without its head, in float32, ready to be run."""
     with quiet(), _told(name):
         config = configuration(folder, name)
-        model = transformers().AutoModel.from_pretrained(folder, config=config, trust_remote_code=False)
+        options = {"config": config, "trust_remote_code": False, "output_loading_info": True}
+        model, found = transformers().AutoModel.from_pretrained(folder, **options)
+    missing = sorted(own for own in found["missing_keys"] if not own.startswith(POOLER))
+    if missing:  # transformers would have drawn them at random
+        got = f"no {missing[0]}" + (f" and {len(missing) - 1} more missing" if len(missing) > 1 else "")
+        remedy = f"check its config.json against the names of its weights {ONLY_WEIGHTS}"
+        raise Unreadable(name, f"weights of the {type(model).__name__} that its config.json describes", got, remedy)
     return model.float().eval()
 
 
@@ -93,7 +101,7 @@ def encode(text: str, folder: Path, name: str, *, length: int, count: int) -> In
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     words = getattr(config, "vocab_size", None)
     if not words:
-        remedy = "give a language model; for others use `joma.watch.attention` on your own input"
+        remedy = "give a language model, or use `joma.watch.attention` on your own input"
         raise Unreadable(name, "a model of text", f"one of {type(config).__name__}", f"{remedy} {ONLY_WEIGHTS}")
     ids = _tokens(text, folder, name)
     if len(ids) < 2:

@@ -28,15 +28,12 @@ from joma.probes.rank import stable_rank
 from joma.progress import SILENT, Progress
 from joma.watch.audit import Audit, audit
 from joma.watch.loading import ONLY_WEIGHTS, default_text, encode, load, quiet
+from joma.watch.recorder import LOWER
 from joma.watch.sdpa import attention
 from joma.watch.series import Checkpoint, Checkpoints, Fault, Measure, Store
 from joma.watch.tensors import Unreadable
 
-# The first matrix of each MLP, and the token embedding, as the architectures name them.
-LOWER = re.compile(
-    r"(?:^|\.)(dense_h_to_4h|fc1|c_fc|up_proj|gate_proj|gate_up_proj|intermediate\.dense|ff_proj|linear1|lin1|wi|wi_0|w1)\.weight$"
-)
-EMBEDDING = re.compile(
+EMBEDDING = re.compile(  # the token embedding, as the architectures name it
     r"(?:^|\.)(embed_in|embed_tokens|wte|word_embeddings|tok_embeddings|token_embedding|tok_emb|embeddings|shared)\.weight$"
 )
 LENGTH, SEQUENCES = 256, 8  # of the text that models are run on
@@ -78,12 +75,13 @@ def probe(
     faults = list(audit(series, store=store, progress=progress).faults)
     found: dict[str, dict[str, np.ndarray]] = {}
     measures = [WEIGHTS]
-    try:
-        measures.append(_running(series, Audit(tuple(faults)), default_text() if text is None else text))
-    except Unreadable as problem:
-        faults.append(dataclasses.replace(Fault.told("not run", series.source, problem), left_out=()))
+    out = Audit(tuple(faults)).left_out
+    for first in [one for one in series if one.name not in out][:1]:
+        try:
+            measures.append(_running(first, default_text() if text is None else text))
+        except Unreadable as problem:
+            faults.append(dataclasses.replace(Fault.told("not run", series.source, problem), left_out=()))
     for measure in measures:
-        out = Audit(tuple(faults)).left_out
         for checkpoint, values in series.measure(measure, store=store, leave_out=out, progress=progress):
             if isinstance(values, InputError):
                 faults.append(dataclasses.replace(Fault.told("not measured", checkpoint.name, values), left_out=()))
@@ -112,7 +110,7 @@ def weights(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 
     One matrix at a time is in memory; of the embeddings, evenly spaced runs of rows are read.
     """
-    lower = [name for name in checkpoint.names() if LOWER.search(name) and len(checkpoint.shape(name)) == 2]
+    lower = [name for name in checkpoint.names() if re.search(LOWER, name) and len(checkpoint.shape(name)) == 2]
     lower.sort(key=_natural)
     ranks = [float(stable_rank(checkpoint.tensor(name, torch.float32))) for name in lower]
     found = {"weight": _words(lower), "stable_rank": np.array(ranks)} if lower else {}
@@ -128,7 +126,7 @@ def weights(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     return found
 
 
-WEIGHTS = Measure("weights", 1, weights, {"runs": RUNS, "rows": ROWS})
+WEIGHTS = Measure("weights", 2, weights, {"runs": RUNS, "rows": ROWS})
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -146,11 +144,8 @@ def _rows(checkpoint: Checkpoint, name: str) -> Float[Tensor, "row dim"]:
     return torch.cat(parts).float().reshape(-1, width)
 
 
-def _running(series: Checkpoints, found: Audit, text: str) -> Measure:
+def _running(first: Checkpoint, text: str) -> Measure:
     """The measure that runs each model on `text`, with tokens by the first sound checkpoint's tokenizer."""
-    first = next((one for one in series if one.name not in found.left_out), None)
-    if first is None:
-        raise Unreadable(series.source, "a series with a sound checkpoint", "none", "see the other faults")
     with quiet():
         tokens = encode(text, first.folder(weights=False), first.name, length=LENGTH, count=SEQUENCES)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
@@ -159,24 +154,28 @@ def _running(series: Checkpoints, found: Audit, text: str) -> Measure:
 
 
 def running(checkpoint: Checkpoint, tokens: Int[Tensor, "sequence position"]) -> dict[str, np.ndarray]:
-    """Entropy of attention by layer and head, and cosines between hidden vectors at each depth, on `tokens`."""
+    """Entropy of attention by layer and head, and cosines between hidden vectors at each depth, on `tokens`.
+
+    An encoder with a decoder reads them on both sides; it has no one line of hidden vectors.
+    """
     with quiet():
         model = load(checkpoint.folder(), checkpoint.name)
+    given = {"input_ids": tokens, "output_hidden_states": True}
+    if getattr(model.config, "is_encoder_decoder", False):
+        given["decoder_input_ids"] = tokens
     try:
         with torch.no_grad(), attention(model) as seen:
-            states = model(input_ids=tokens, output_hidden_states=True).hidden_states
-    except InputError as problem:
+            states = getattr(model(**given), "hidden_states", None)
+    except Exception as problem:  # the code of any model may refuse the call, each in its own words
+        wanted = "with attention to watch" if isinstance(problem, InputError) else "that runs on tokens alone"
         got = f"{type(model).__name__} ({shorten(str(problem), 200, placeholder=' …')})"
-        raise Unreadable(
-            checkpoint.name, "a model with attention to watch", got, f"try another {ONLY_WEIGHTS}"
-        ) from None
+        raise Unreadable(checkpoint.name, f"a model {wanted}", got, f"try another {ONLY_WEIGHTS}") from None
     entropy = seen.entropy.mean("pass")
-    cosines = [cosine_orthogonality(state.flatten(0, 1)).root_mean_square for state in states]
-    return {
-        "layer": _words(entropy.layer.values),
-        "entropy": entropy.transpose("layer", "head").values,
-        "hidden_cosine": torch.stack(cosines).numpy(),
-    }
+    found = {"layer": _words(entropy.layer.values), "entropy": entropy.transpose("layer", "head").values}
+    if states:
+        cosines = [cosine_orthogonality(state.flatten(0, 1)).root_mean_square for state in states]
+        found["hidden_cosine"] = torch.stack(cosines).numpy()
+    return found
 
 
 def _words(names: Iterable[str]) -> np.ndarray:

@@ -26,8 +26,9 @@ from joma.runs import provenance, write_trajectory
 from joma.watch.sdpa import QUANTITIES, attention
 
 STACKED = 2**24  # numbers that are copied at once to measure weights of one shape together
-LOWER = (  # the lower layer of an MLP: GPT-NeoX, OPT and torch, Llama, GPT-2, BERT and ViT, T5
-    r"(dense_h_to_4h|fc1|linear1|up_proj|gate_proj|c_fc|intermediate\.dense|wi|wi_[01])\.weight$"
+LOWER = (  # the lower layer of an MLP: GPT-NeoX, OPT, torch, Llama, Phi, GPT-2, BERT and ViT, OLMo, DistilBERT, T5
+    r"(?:^|\.)(dense_h_to_4h|fc1|linear1|up_proj|gate_proj|gate_up_proj|c_fc|intermediate\.dense|ff_proj|lin1|wi|wi_[01]"
+    r"|w1)\.weight$"
 )
 Policy = Collection[int] | Callable[[int], bool]
 

@@ -32,6 +32,7 @@ PATTERNS = {
     "olmo": r"(?:stage1-)?step(?P<step>\d+)-tokens\d+B",  # its second stage starts to count anew: give a pattern
 }
 FILES = (".safetensors", ".bin", ".index.json")
+CONFIG = "config.json"  # says how the weights are run
 DESCRIPTIONS = ("*.json", "*.txt", "*.model")
 
 
@@ -90,8 +91,12 @@ class Checkpoint:
 
     @property
     def identity(self) -> str:
-        """Changes whenever a file of weights does: from sizes and times, or the hub's checksums; nothing is read."""
-        relevant = sorted((name, entry.identity) for name, entry in self.entries.items() if name.endswith(FILES))
+        """Changes whenever a file of weights or the config does: from sizes and times, or the hub's checksums.
+
+        Nothing is read for it.
+        """
+        named = {name: entry for name, entry in self.entries.items() if name == CONFIG or name.endswith(FILES)}
+        relevant = sorted((name, entry.identity) for name, entry in named.items())
         return hashlib.sha256(json.dumps(relevant).encode()).hexdigest()
 
     @cached_property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -206,7 +207,9 @@ class PickledFile(Weights):
             got = f"{self.path.stat().st_size:,} bytes that end inside the archive"
             raise Unreadable(self.place, "a whole file", got, "download it again")
         try:
-            found = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
+            with warnings.catch_warnings():  # of a pickle's protocol: it is read, or it is refused below
+                warnings.simplefilter("ignore")
+                found = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
         except pickle.UnpicklingError:
             remedy = "convert it to safetensors where you trust it, or leave it out"
             raise Unreadable(self.place, "tensors alone", "a pickle with other objects in it", remedy) from None
