@@ -136,3 +136,9 @@ def test_bad_config(change):
 def test_presets_are_configs_of_this_study():
     assert load("bounce-control") is STUDY
     assert all(isinstance(preset.config, Config) for preset in STUDY.presets.values())
+
+
+def test_it_is_drawn_where_every_seed_was_lost(trajectory):
+    lost = trajectory.assign({name: trajectory[name] * np.nan for name in ("valid_loss", "entropy")})
+    for drawing in STUDY.figures.values():
+        assert drawing.draw(lost).axes

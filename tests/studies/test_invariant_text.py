@@ -217,3 +217,9 @@ def test_bad_config(change):
 def test_presets_are_configs_of_this_study():
     assert load("invariant-text") is STUDY
     assert all(isinstance(preset.config, Config) for preset in STUDY.presets.values())
+
+
+def test_it_is_drawn_where_every_seed_was_lost(trajectory):
+    lost = trajectory.map(lambda own: own * np.nan if own.dtype.kind == "f" else own)
+    for drawing in STUDY.figures.values():
+        drawing.draw(lost).canvas.draw()

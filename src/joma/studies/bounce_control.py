@@ -186,7 +186,8 @@ def draw_arms(run: xr.Dataset) -> Figure:
     labels = ("entropy (nats)", "validation loss", "loss − free run's")
     for panel, label in zip(axes[:, 0], labels, strict=True):
         panel.set_ylabel(label)
-    axes[1, 0].set_ylim(top=_late(run))
+    if np.isfinite(_late(run)):  # NaN where every seed was lost
+        axes[1, 0].set_ylim(top=_late(run))
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS))
     letters(axes)
     return figure

@@ -327,7 +327,8 @@ def draw_training(run: xr.Dataset) -> Figure:
     axes[1, 1].axhline(1.0, color="0.5", linewidth=0.8, label="random directions")
     axes[1, 1].set(ylabel="mean cosine² x dimension", title="Orthogonality of tokens", ylim=(0, None))
     for panel in axes.flat:
-        panel.set(xlabel="step", xscale="log")
+        # With limits of its own the axis does not ask the curves, which are NaN where every seed was lost.
+        panel.set(xlabel="step", xscale="log", xlim=(0.8, 1.2 * float(run.step[-1])))
     for panel in axes[1]:
         panel.legend()
     axes[0, 0].set_ylabel("correlation with the logits' change")
