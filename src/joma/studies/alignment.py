@@ -131,7 +131,6 @@ def _trained(config: Config, context: Context, arm: str, classes: int, children:
     """Train all (N0, N1) and seeds of one (classes, children) as one model, and measure its alignment on the way."""
     trees, device, steps = _trees(config, context, classes, children), context.device, whole("steps", config.steps)
     groups = len(config.latents)
-    saves = schedule.every(max(1, steps // 5), steps) if device == "cpu" else ()  # CUDA redoes sooner than it saves
     data = _collapsed(trees)
     sequence, multiplicity = data.sequence.to(device), data.multiplicity[0].to(device)
     streams = [generator for _ in range(groups) for generator in context.generators()]
@@ -151,7 +150,7 @@ def _trained(config: Config, context: Context, arm: str, classes: int, children:
         steps=steps,
         record=partial(_measured, sequence=sequence, multiplicity=multiplicity, trees=trees),
         at=schedule.logarithmic(config.records, steps),
-        save=saves,
+        save=context.saves(steps),
         dims={"alignment": ("latent_layer", "layer")},
         seeds=None,
         precision=config.precision,
@@ -161,7 +160,10 @@ def _trained(config: Config, context: Context, arm: str, classes: int, children:
     )
     names = [cell(classes, children, latents) for latents in config.latents]
     caps = torch.stack([tree.accuracy_cap for tree in trees])
-    return _labelled(found, context.seeds, names, arm).assign(accuracy_cap=(("cell", "seed"), caps.numpy()))
+    kept = found[["loss", "accuracy", "alignment", "diverged"]]
+    return (
+        context.folded(kept, "cell", names).expand_dims(arm=[arm]).assign(accuracy_cap=(("cell", "seed"), caps.numpy()))
+    )
 
 
 def _measured(
@@ -185,14 +187,6 @@ def _aligned(tree: Combinations, hidden: Tensor) -> Tensor:
     """Mean alignment of each latent layer with one layer's hidden units, [seed, latent layer]."""
     reached = [table.to(hidden.device) for table in tree.reached]
     return torch.stack([mean_alignment(latent_alignment(table, hidden)) for table in reached], dim=-1)
-
-
-def _labelled(found: xr.Dataset, seeds: tuple[int, ...], names: list[str], arm: str) -> xr.Dataset:
-    """Split the leading axis into cell and seed, and add the arm."""
-    lead = {"cell": ("seed", np.repeat(names, len(seeds))), "own": ("seed", np.tile(seeds, len(names)))}
-    split = found.assign_coords(lead).set_index(seed=["cell", "own"]).unstack("seed").rename(own="seed")
-    kept = ["loss", "accuracy", "alignment", "diverged"]
-    return split[kept].sel(cell=names).expand_dims(arm=[arm])
 
 
 def _chance(config: Config, context: Context) -> xr.DataArray:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xarray as xr
 
+from joma import schedule
 from joma.arguments import InputError, choice, whole
 from joma.progress import SILENT, Progress
 from joma.runs import Run, read_claims
@@ -161,6 +162,17 @@ class Context:
             folder = self.checkpoints / re.sub(r"[^a-z0-9.]+", "-", label.lower())
         fixed = {"seeds": self.seeds, "progress": self.progress, "label": label, "checkpoints": folder}
         return fit(model.to(self.device), loss, **{**fixed, **options})
+
+    def saves(self, steps: int) -> tuple[int, ...]:
+        """When a training of `steps` steps is saved on its way; never on CUDA, which redoes it sooner than it saves."""
+        return schedule.every(max(1, steps // 5), steps) if self.device == "cpu" else ()
+
+    def folded(self, found: xr.Dataset, axis: str, labels: Sequence[Any]) -> xr.Dataset:
+        """Fold a leading axis of many models, the seeds of one label after those of another, into `axis` and seed."""
+        count = len(self.seeds)
+        parts = [found.isel(seed=slice(place * count, (place + 1) * count)) for place in range(len(labels))]
+        whole_run = xr.concat([part.assign_coords(seed=list(self.seeds)) for part in parts], dim=axis)
+        return whole_run.assign_coords({axis: list(labels)})
 
 
 @dataclass(frozen=True)

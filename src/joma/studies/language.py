@@ -199,7 +199,6 @@ def train(
     rate = [one for one in rates for _ in context.seeds] or setting.rate
     restart = text.epoch if setting.restart else None
     rule = Optimiser("adam", rate, clip=setting.clip, restart=restart, schedules=schedules or {})
-    on_cpu = context.device == "cpu"
     found = context.fit(
         model,
         loss,
@@ -210,18 +209,11 @@ def train(
         dims={**DIMS, **(dims or {})},
         seeds=None,
         precision=setting.precision,
-        save=schedule.every(max(1, setting.steps // 5), setting.steps) if on_cpu else (),
+        save=context.saves(setting.steps),
         label=label,
     )
-    numbered = {"layer": np.arange(layers), "head": np.arange(setting.heads)}
-    return _labelled(found.assign_coords(numbered), context.seeds, rates)
-
-
-def _labelled(found: xr.Dataset, seeds: tuple[int, ...], rates: Sequence[float]) -> xr.Dataset:
-    if not rates:
-        return found.assign_coords(seed=list(seeds))
-    lead = {"rate": ("seed", np.repeat(rates, len(seeds))), "own": ("seed", np.tile(seeds, len(rates)))}
-    return found.assign_coords(lead).set_index(seed=["rate", "own"]).unstack("seed").rename(own="seed")
+    found = found.assign_coords(layer=np.arange(layers), head=np.arange(setting.heads))
+    return context.folded(found, "rate", rates) if rates else found.assign_coords(seed=list(context.seeds))
 
 
 def _record(model: Decoder, step: int, *, text: Text, probe: Probe | None, half: bool) -> dict[str, Tensor]:

@@ -154,7 +154,7 @@ def train(
     at = moments(setting) if at is None else at
     fixed = options(setting, context)
     found = context.fit(model, loss, record=record, at=at, dims=dims, seeds=None, label=label, **fixed)
-    return _by_arm(found, context.seeds, list(chosen))
+    return context.folded(found, "arm", list(chosen))
 
 
 def _residual(setting: Setting, context: Context, chosen: Mapping[str, Arm]) -> Bool[Tensor, "seed layer 2"] | None:
@@ -167,9 +167,8 @@ def _residual(setting: Setting, context: Context, chosen: Mapping[str, Arm]) -> 
 
 def options(setting: Setting, context: Context) -> dict[str, Any]:
     """How a setting trains: rule, steps and precision, and when to save; on CUDA, where it is short, at its end."""
-    save = schedule.every(max(1, setting.steps // 5), setting.steps) if context.device == "cpu" else ()
-    rule = _optimiser(setting)
-    return {"optimiser": rule, "steps": setting.steps, "precision": setting.precision, "save": save}
+    fixed = {"steps": setting.steps, "precision": setting.precision, "save": context.saves(setting.steps)}
+    return {"optimiser": _optimiser(setting), **fixed}
 
 
 def _optimiser(setting: Setting) -> Optimiser:
@@ -181,14 +180,6 @@ def _optimiser(setting: Setting) -> Optimiser:
 
     rate, decay = scalar("rate", setting.rate), scalar("weight_decay", setting.weight_decay)
     return Optimiser("adamw", rate, weight_decay=decay, schedules={"*": factor})
-
-
-def _by_arm(found: xr.Dataset, seeds: Sequence[int], names: list[str]) -> xr.Dataset:
-    """Fold the axis of all models, the seeds of one arm after those of another, into arm and seed."""
-    count = len(seeds)
-    parts = [found.isel(seed=slice(place * count, (place + 1) * count)) for place in range(len(names))]
-    whole_run = xr.concat([part.assign_coords(seed=list(seeds)) for part in parts], dim="arm")
-    return whole_run.assign_coords(arm=names)
 
 
 def written(setting: Setting, chosen: Int[Tensor, "*lead 2"]) -> Int[Tensor, "*lead position"]:
