@@ -129,7 +129,7 @@ def _cost(config: Config, device: str, steps: int, *, seeds: int = 5, width: int
 
     def loss(model: Decoder, _: Tensor) -> Tensor:
         label = torch.arange(sequence.shape[1], device=sequence.device)[:, None]
-        return model.surprisal(sequence, label, last=True).mean(dim=(1, 2))
+        return model.surprisal(sequence, label, last=1).mean(dim=(1, 2))
 
     took = []
     for count in (4, steps // 4, steps):  # the first one only warms up
@@ -179,7 +179,7 @@ def memory() -> Iterator[Row]:
 
     def loss(model: Decoder, _: Tensor) -> Tensor:
         label = torch.arange(sequence.shape[1], device=sequence.device)[:, None]
-        return model.surprisal(sequence, label, last=True).mean(dim=(1, 2))
+        return model.surprisal(sequence, label, last=1).mean(dim=(1, 2))
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss(model, torch.zeros(())).sum()

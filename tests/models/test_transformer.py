@@ -193,7 +193,7 @@ def test_logits_and_attention_are_the_formulas(options, seed, own, length):
 @given(options=parts(), seed=st.integers(0, 1000))
 def test_the_last_position_alone(options, seed):
     model, tokens = make(DecoderConfig(**options), (seed,)), sequences(7, (3, 5), seed)
-    whole, last = model(tokens), model(tokens, last=True)
+    whole, last = model(tokens), model(tokens, last=1)
     assert last.shape == (1, 3, 1, whole.shape[-1])
     torch.testing.assert_close(last, whole[:, :, -1:], rtol=1e-12, atol=1e-13)
 
@@ -417,7 +417,7 @@ def assert_same_distribution(mine, theirs):
 def test_frozen_attention_has_no_gradient_and_changes_nothing_else():
     models = [make(JOMA, attention=attention) for attention in ("trained", "frozen")]
     for model in models:
-        model(sequences(9, (3, 5)), last=True).square().sum().backward()
+        model(sequences(9, (3, 5)), last=1).square().sum().backward()
     frozen = set()
     for (name, a), (_, b) in zip(*(model.named_parameters() for model in models), strict=True):
         assert a.equal(b)
@@ -470,7 +470,7 @@ def test_who_tells_the_order(positions, mask, layers, norm):
     """Without positions, a full mask or a single causal layer cannot tell the order of the earlier tokens."""
     config = DecoderConfig(vocabulary=20, width=8, layers=layers, heads=2, length=8, norm=norm, positions=positions)
     model, tokens = make(config, mask=mask), torch.arange(16).view(2, 8)
-    change = (model(shuffled(tokens, 1), last=True) - model(tokens, last=True)).abs().max()
+    change = (model(shuffled(tokens, 1), last=1) - model(tokens, last=True)).abs().max()
     if positions == "none" and (mask == "full" or layers == 1):
         assert change < 1e-12
     else:
@@ -512,7 +512,7 @@ def test_padding_as_one_token_of_its_multiplicity_is_exact(lengths, attention, d
     models = [make(JOMA, (seed, seed + 1), attention=attention) for _ in range(2)]
     full, short, count = padded(lengths, 8, 9, seed)
     target = sequences(4, (2, len(lengths)), seed)
-    logits = models[0](full, last=True), models[1](short, last=True, multiplicity=count.to(dtype))
+    logits = models[0](full, last=1), models[1](short, last=True, multiplicity=count.to(dtype))
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-12)
     for values in logits:
         nn.functional.cross_entropy(values.flatten(0, 2), target.flatten()).backward()
@@ -552,8 +552,8 @@ def test_multiplicities_are_the_formulas(options, seed, count):
 def test_a_sample_without_any_position_disturbs_no_other(mask):
     models, tokens = [make(JOMA, mask=mask) for _ in range(2)], sequences(9, (3, 4))
     count = torch.tensor([[1, 2, 1, 1], [0, 0, 0, 0], [0, 0, 3, 1]])
-    logits = models[0](tokens, last=True, multiplicity=count)[:, [0, 2]]
-    others = models[1](tokens[[0, 2]], last=True, multiplicity=count[[0, 2]])
+    logits = models[0](tokens, last=1, multiplicity=count)[:, [0, 2]]
+    others = models[1](tokens[[0, 2]], last=1, multiplicity=count[[0, 2]])
     torch.testing.assert_close(logits, others, rtol=0, atol=1e-13)
     logits.square().sum().backward()
     others.square().sum().backward()

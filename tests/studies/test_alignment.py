@@ -51,8 +51,8 @@ def test_merged_pads_change_nothing(children, length):
     merged, whole = _collapsed(trees), trees[0].sequence
     config = replace(Config(), width=8, hidden=10)
     model = Decoder(_decoder(config, "trained", 20), generators=context.generators(), dtype=torch.float64)
-    full = model(whole, last=True)
-    short = model(merged.sequence, last=True, multiplicity=merged.multiplicity[0])
+    full = model(whole, last=1)
+    short = model(merged.sequence, last=1, multiplicity=merged.multiplicity[0])
     torch.testing.assert_close(full, short, rtol=1e-10, atol=1e-10)
 
 

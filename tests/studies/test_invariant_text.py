@@ -38,7 +38,7 @@ def attend(model, tokens):
     layer, kept = model.layers[0], {"attention": []}
     with torch.no_grad():
         x, _ = model.entrance(model._embed(tokens), model.positions, None)
-        y = x + layer.attention(x, model._reach(x, None), last=False, noise=None, kept=kept)
+        y = x + layer.attention(x, model._reach(x, None), last=0, noise=None, kept=kept)
     return kept["attention"][0][:, :, 0, 1], y[:, :, 1]
 
 

@@ -120,6 +120,34 @@ def test_a_closed_gate_leaves_the_parameters_as_they_are(monkeypatch):
     assert all(own.detach().equal(start[key]) for key, own in model.named_parameters())
 
 
+@settings(max_examples=20)
+@given(seed=st.integers(0, 1000), clip=st.one_of(st.none(), st.floats(1e-3, 10.0)), of_half=st.booleans())
+def test_halves_have_the_gradients_and_follow_their_parameters(seed, clip, of_half):
+    """As a rule whose gradients are rounded to bfloat16, whichever of the two has them."""
+    optimiser = Optimiser("adam", 0.1, clip=clip, weight_decay=0.1)
+    models = Numbers(**SHAPES), Numbers(**SHAPES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LARGE", 1)
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        rules = [PackedRule(optimiser, model) for model in models]
+        halves = rules[1].halve(["a", "none of them"])
+        assert set(halves) == {"a"}
+        for step, gradients in enumerate(slopes(seed)):
+            for model, rule in zip(models, rules, strict=True):
+                rule.zero_grad()
+                for key, own in model.named_parameters():
+                    own.grad = gradients[key].clone()
+            rounded = gradients["a"].bfloat16()
+            models[0].a.grad = rounded.double()
+            if of_half:
+                models[1].a.grad, halves["a"].grad = None, rounded
+            for rule in rules:
+                rule.update(torch.tensor(step))
+            assert halves["a"].equal(models[1].a.bfloat16())
+    for key in SHAPES:
+        torch.testing.assert_close(getattr(models[1], key), getattr(models[0], key), rtol=1e-6, atol=1e-6)
+
+
 def test_a_parameter_without_gradient_is_named(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     with pytest.raises(InputError, match="no gradient of"):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from joma.arguments import InputError, choice, whole
 from joma.models.block import ACTIVATIONS
 from joma.models.head import surprisal
+from joma.models.short import fits, short_attention
 from joma.models.table import FEW, lookup
 from joma.noise import dropout, split, streams
 
@@ -149,6 +150,8 @@ class _Draw:
 class Linear(nn.Module):
     """y = x W + b, with W [seed, in, out] and b [seed, out] or none."""
 
+    products = ("weight",)  # what products alone read: a training loop may hand in a copy of half precision
+
     def __init__(self, draw: _Draw, role: str, rows: int, columns: int, *, bias: bool) -> None:
         super().__init__()
         self.weight, self.bias = draw(role, rows, columns), draw(role, rows, columns, bias=True) if bias else None
@@ -159,7 +162,13 @@ class Linear(nn.Module):
 
 def _affine(x: Stream, weight: Float[Tensor, "seed width out"], bias: Maybe) -> Float[Tensor, "seed sample _ out"]:
     flat = x.flatten(1, 2)
-    y = flat @ weight if bias is None else torch.baddbmm(bias[:, None], flat, weight)
+    if bias is None:
+        y = flat @ weight
+    elif torch.compiler.is_compiling():  # the compiler adds the bias where the product is read next
+        y = flat @ weight
+        y = y + bias[:, None].to(y.dtype)
+    else:
+        y = torch.baddbmm(bias[:, None], flat, weight)
     return y.unflatten(1, x.shape[1:3])
 
 
@@ -182,10 +191,11 @@ class _Dropout:
     p: float
     sites: tuple[str, ...]
 
+    def acts(self, key: Maybe, site: str) -> bool:
+        return key is not None and self.p > 0 and site in self.sites
+
     def __call__(self, x: Tensor, key: Maybe, site: str) -> Tensor:
-        if key is None or not self.p or site not in self.sites:
-            return x
-        return dropout(x, self.p, key=key, site=SITES.index(site))
+        return dropout(x, self.p, key=key, site=SITES.index(site)) if key is not None and self.acts(key, site) else x
 
 
 class Entrance(nn.Module):
@@ -207,8 +217,9 @@ class Entrance(nn.Module):
 class Attention(nn.Module):
     """Several heads of softmax attention, or of equal weights.
 
-    The weights are computed as a matrix, not by a fused kernel: sequences have a few dozen positions here, so that the
-    matrix is smaller than the residual stream, and one way serves keyed dropout, multiplicities and probes.
+    The weights are computed as a matrix: sequences have a few dozen positions here, so that it is smaller than the
+    residual stream, and one way serves keyed dropout, multiplicities and probes. Where none of these is asked for, and
+    positions are few, `short` is quicker on CUDA.
     """
 
     turns: Float[Tensor, "2 length half"] | None
@@ -226,21 +237,31 @@ class Attention(nn.Module):
         turns = _waves(config, width // self.heads, draw.dtype) if config.positions == "rotary" else None
         self.register_buffer("turns", turns, persistent=False)
 
-    def forward(self, x: Stream, reach: Tensor, *, last: bool, noise: Maybe, kept: Kept) -> Tensor:
-        """Return [seed, sample, query, width]; `reach` is added to the scores, and with `last` there is one query."""
-        query, key, value = self._projected(x[:, :, -1:] if last else x, x)
-        weights = self._weights(query, key, reach[..., -1:, :] if last else reach, x)
-        kept.get("attention", []).append(weights)
-        mixed = self.drop(weights, noise, "weights") @ self._heads(value)
-        mixed = mixed.transpose(2, 3).flatten(3)
+    def forward(self, x: Stream, reach: Tensor, *, last: int, noise: Maybe, kept: Kept) -> Tensor:
+        """Return [seed, sample, query, width]; `reach` is added to the scores, and only the `last` ask, if given."""
+        query, key, value = self._projected(x[:, :, -last:] if last else x, x)
+        reach = reach[..., -last:, :] if last else reach
+        if query is not None and key is not None and self._short(value, reach, noise, kept):
+            query, key = (self._turned(one, x.shape[2]).to(value.dtype) for one in (query, key))
+            mixed = short_attention(query, key, value, reach, heads=self.heads)
+        else:
+            weights = self._weights(query, key, reach, x)
+            kept.get("attention", []).append(weights)
+            mixed = self.drop(weights, noise, "weights") @ self._heads(value)
+            mixed = mixed.transpose(2, 3).flatten(3)
         return self.drop(mixed if self.projection is None else self.projection(mixed), noise, "attention")
+
+    def _short(self, value: Stream, reach: Tensor, noise: Maybe, kept: Kept) -> bool:
+        """Whether no weights are asked for, nothing is done to them, and there is a kernel for so few positions."""
+        plain = "attention" not in kept and reach.ndim == 2 and not self.drop.acts(noise, "weights")
+        return plain and fits(value, self.heads)
 
     def _projected(self, asking: Tensor, x: Stream) -> tuple[Maybe, Maybe, Stream]:
         """Return queries, keys and values; no queries and keys where attention is uniform."""
         if self.query is None or self.key is None:
             return None, None, self.value(x)
         parts = (self.query, self.key, self.value)
-        if asking is not x or not x.is_cuda:
+        if asking is not x or not x.is_cuda or self.value.weight.dtype.itemsize == 2:
             return self.query(asking), self.key(x), self.value(x)
         # One product instead of three; joining the weights costs nothing where they are cast to half precision anyway.
         weight = torch.cat([part.weight for part in parts], dim=-1)
@@ -254,16 +275,19 @@ class Attention(nn.Module):
         positions = x.shape[2]
         if query is None or key is None:
             return reach.softmax(-1).expand(*x.shape[:2], self.heads, reach.shape[-2], positions)
-        query, key = self._heads(query, positions), self._heads(key, positions)
+        query, key = (self._heads(self._turned(one, positions)) for one in (query, key))
         return torch.add(reach, query @ key.mT, alpha=query.shape[-1] ** -0.5).softmax(-1)
 
-    def _heads(self, x: Stream, end: int | None = None) -> Float[Tensor, "seed sample head position part"]:
-        """Split by heads; rotary positions turn units i and i + part/2 of the positions before `end` as a pair."""
-        x = x.unflatten(-1, (self.heads, -1)).transpose(2, 3)
-        if self.turns is None or end is None:
+    def _heads(self, x: Stream) -> Float[Tensor, "seed sample head position part"]:
+        return x.unflatten(-1, (self.heads, -1)).transpose(2, 3)
+
+    def _turned(self, x: Stream, end: int) -> Stream:
+        """Turn units i and i + part/2 of every head as a pair; `end` is the number of the position after the last."""
+        if self.turns is None:
             return x
-        (sin, cos), (a, b) = self.turns[:, end - x.shape[-2] : end], x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+        sin, cos = self.turns[:, end - x.shape[2] : end, None]
+        a, b = x.unflatten(-1, (self.heads, -1)).chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(3)
 
 
 class Layer(nn.Module):
@@ -281,7 +305,7 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(Norm(draw, width) for _ in range(2) if config.norm != "none")
 
     def forward(
-        self, x: Stream, reach: Tensor, *, last: bool, noise: Maybe, skips: Maybe, kept: Kept
+        self, x: Stream, reach: Tensor, *, last: int, noise: Maybe, skips: Maybe, kept: Kept
     ) -> Float[Tensor, "seed sample place width"]:
         x = self._around(0, x, skips, partial(self.attention, reach=reach, last=last, noise=noise, kept=kept))
         x = self._around(1, x, skips, partial(self._mlp, noise=noise, kept=kept))
@@ -295,7 +319,7 @@ class Layer(nn.Module):
 
     def _around(self, part: int, x: Stream, skips: Maybe, function: Callable[[Tensor], Tensor]) -> Tensor:
         y = function(self.norms[part](x) if self.order == "pre" else x)
-        own = x[:, :, -y.shape[2] :]  # attention may have kept the last position alone
+        own = x[:, :, -y.shape[2] :]  # attention may have kept the last positions alone
         if skips is not None:
             y = torch.addcmul(y, own, skips[:, part, None, None, None])
         elif self.residual[part]:
@@ -351,13 +375,13 @@ class Decoder(nn.Module):
         self.head = None if config.tied else Linear(draw, "head", width, outputs, bias=config.head_bias)
 
     def forward(
-        self, tokens: Tensor, *, last: bool = False, noise: Maybe = None, multiplicity: Maybe = None
+        self, tokens: Tensor, *, last: int = 0, noise: Maybe = None, multiplicity: Maybe = None
     ) -> Float[Tensor, "seed sample place output"]:
         """Return the logits.
 
         Args:
             tokens: [sample, position], or [seed, sample, position] where each seed has its own.
-            last: only the last position's logits, as an axis of length 1; the last layer computes no others.
+            last: how many of the last positions' logits, 0 for all; the last layer computes no others.
             noise: `joma.noise.key` of the seeds and the step, for dropout; without it there is no dropout.
             multiplicity: shaped like tokens, with or without the seed axis. A position of multiplicity m stands for m
                 equal ones, 0 for none: ln m is added to its scores. Without positional encoding and dropout this is
@@ -366,7 +390,7 @@ class Decoder(nn.Module):
         return self.read(self.states(tokens, last=last, noise=noise, multiplicity=multiplicity))
 
     def states(
-        self, tokens: Tensor, *, last: bool = False, noise: Maybe = None, multiplicity: Maybe = None, kept: Kept = _NONE
+        self, tokens: Tensor, *, last: int = 0, noise: Maybe = None, multiplicity: Maybe = None, kept: Kept = _NONE
     ) -> Float[Tensor, "seed sample place width"]:
         """Return the residual stream after the last layer, which `read` turns into logits."""
         self._check(tokens, multiplicity)
@@ -375,7 +399,7 @@ class Decoder(nn.Module):
         reach = self._reach(x, multiplicity)
         for number, (layer, key) in enumerate(zip(self.layers, keys, strict=True)):
             skips = None if self.skips is None else self.skips[:, number]
-            x = layer(x, reach, last=last and number == len(self.layers) - 1, noise=key, skips=skips, kept=kept)
+            x = layer(x, reach, last=last * (number == len(self.layers) - 1), noise=key, skips=skips, kept=kept)
         return x
 
     def read(self, states: Stream) -> Float[Tensor, "seed sample position output"]:
@@ -390,7 +414,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         target: Tensor,
         *,
-        last: bool = False,
+        last: int = 0,
         noise: Maybe = None,
         multiplicity: Maybe = None,
         kept: Kept = _NONE,

@@ -12,6 +12,7 @@ is subtracted first wherever keys are held in full precision: an offset common t
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,9 @@ class Shape(NamedTuple):
 
 # 1 MiB twice stays in the cache of one or two cores; a GPU needs more at once to be busy.
 _TILES = {"cpu": Shape(2**18, 128, 1024), "cuda": Shape(2**24, 512, 4096)}
-_WIDE = Shape(2**21, 128, 4096)  # a multiple of its queries in keys, so that causal blocks start before their rows
+# Tall and narrow: two threads then multiply the rows that they sum, each in its own cache. On the diagonal squares of
+# 64, between them squares of 64, 128 and 256 up to the strips of keys.
+_STRIPS = Shape(2**20, 64, 512)
 _BOUND = 30.0  # exp(−60) of the largest weight is still far from the least float32
 
 
@@ -107,8 +110,22 @@ def blocked(scores: Scores) -> Rows:
 
 
 def bounded(scores: Scores) -> Rows:
-    """Scores within ±30 on the CPU, without a mask: two thirds of the time, as softmax is one pass and not four."""
-    return Rows(_by_blocks(scores, _WIDE, _soft_sums)[0], None)
+    """Scores within ±30 on the CPU, without a mask: H = ln z − a/z from z = Σ exp(s), a = Σ s exp(s), nothing shifted.
+
+    Half the time of `blocked`: 2^s is far faster than exp, no largest score is looked for, and no causal half is lost.
+    """
+    (batch, head, queries, _), keys = scores.query.shape, scores.key.shape[2]
+    entropy = torch.empty(batch, head, queries, dtype=torch.float32)
+    count, pieces = _pieces(scores, max(1, _STRIPS.scores // (queries * min(keys, _STRIPS.keys))))
+    space = torch.empty(2, max(_STRIPS.scores, _STRIPS.keys))
+    with _exact_products(scores.query.device):
+        for part, shared in pieces:
+            key = _centred(scores.key[shared], torch.float32).mul_(scores.scale / math.log(2)).flatten(0, 1)
+            query = scores.query[part].float()
+            cover = _cover(queries, keys, scores.causal, _STRIPS.scores // key.shape[0])
+            a, z = _power_sums(query.flatten(0, 1), key, cover, space).double()
+            entropy[part] = (z.log() - math.log(2) * a / z).unflatten(0, query.shape[:2]).float()
+    return Rows(entropy, None)
 
 
 def _by_blocks(scores: Scores, tile: Shape, sums: Callable[..., Tensor]) -> Float[Tensor, "result batch head query"]:
@@ -164,35 +181,65 @@ def _row_sums(
     return found.masked_fill(most[..., 0] <= HIDDEN / 2, torch.nan)
 
 
-def _soft_sums(
-    query: Float[Tensor, "head row dim"],
+class Patch(NamedTuple):
+    """Some rectangles of scores of one size, the first at a row and a column, each `apart` from the last in both."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+    count: int = 1
+    apart: int = 1
+    diagonal: bool = False
+
+
+def _cover(queries: int, keys: int, causal: bool, most: int) -> Iterator[Patch]:
+    """Cover every score that is seen once, at most about `most` at a time: strips, and squares along the diagonal."""
+    keys = min(keys, queries) if causal else keys
+    for column in range(0, keys, _STRIPS.keys):
+        width = min(_STRIPS.keys, keys - column)
+        tall = max(1, most // width)
+        for row in range(column + width if causal else 0, queries, tall):
+            yield Patch(row, min(tall, queries - row), column, width)
+    if causal:
+        size = _STRIPS.queries
+        yield from _squares(0, size, size, keys, most)
+        while size < _STRIPS.keys:
+            yield from _squares(size, size, 2 * size, keys, most)
+            size *= 2
+
+
+def _squares(row: int, size: int, apart: int, end: int, most: int) -> Iterator[Patch]:
+    """Squares from (row, 0) to the last row `end`, which may cut the last one short."""
+    count, together = max(0, (end - row - size) // apart + 1), max(1, most // size**2)
+    for i in range(0, count, together):
+        yield Patch(row + i * apart, size, i * apart, size, min(together, count - i), apart, row == 0)
+    last = count * apart
+    if row + last < end:
+        yield Patch(row + last, end - row - last, last, min(size, end - last), diagonal=row == 0)
+
+
+def _power_sums(
+    query: Float[Tensor, "head query dim"],
     key: Float[Tensor, "head key dim"],
-    mask: None,
-    first: int | None,
-    *,
+    cover: Iterator[Patch],
     space: Float[Tensor, "two size"],
-    columns: int,
-) -> Float[Tensor, "one head row"]:
-    """Return the entropy of rows whose scores are small: H = lse − mean score, lse = s_0 − ln p_0 for any key seen."""
-    del mask
-    heads, rows = query.shape[:2]
-    end = key.shape[1] if first is None else min(key.shape[1], first + rows)
-    whole, entropy = query.new_full((heads, rows), HIDDEN), query.new_zeros(heads, rows)
-    for start in range(0, end, columns):
-        stop = min(start + columns, end)
-        s, p = (part[: heads * rows * (stop - start)].view(heads, rows, stop - start) for part in space)
-        torch.bmm(query, key[:, start:stop].mT, out=s)
-        if first is not None:
-            _hide_later(s, first - start)
-        torch.softmax(s, dim=-1, out=p)
-        lse = s[..., 0] - p[..., 0].log()
-        own = lse - p.mul_(s).sum(dim=-1)
-        new = torch.logaddexp(whole, lse)
-        # Blocks' entropies are joined, not their mean scores: what rounds is then of the size of the result.
-        before, here = whole - new, lse - new
-        entropy = before.exp() * (entropy - before) + here.exp() * (own - here)
-        whole = new
-    return entropy[None]
+) -> Float[Tensor, "two head query"]:
+    """Return Σ s 2^s and Σ 2^s of each row."""
+    heads = query.shape[0]
+    sums = query.new_zeros(2, *query.shape[:2])
+    for row, rows, column, columns, count, apart, diagonal in cover:
+        left = query[:, row:].unfold(1, rows, apart)[:, :count].flatten(0, 1).mT
+        right = key[:, column:].unfold(1, columns, apart)[:, :count].flatten(0, 1)
+        both = space[:, : heads * count * rows * columns].view(2, heads * count, rows, columns)
+        s, e = both.unbind()
+        torch.bmm(left, right, out=s)
+        torch.exp2(s, out=e)
+        if diagonal:
+            e.tril_()
+        s.mul_(e)
+        sums[:, :, row:].unfold(2, rows, apart)[:, :, :count].add_(both.sum(dim=-1).unflatten(1, (heads, count)))
+    return sums
 
 
 def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:
@@ -204,7 +251,7 @@ def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:
 
 
 def _fits_bounded(scores: Scores) -> bool:
-    """By Cauchy and Schwarz, keys being centred; the first key of a block is then seen by all its rows."""
+    """By Cauchy and Schwarz, keys being centred."""
     if scores.query.device.type != "cpu" or scores.mask is not None or scores.query.dtype == torch.float64:
         return False
     query, key = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (scores.query, scores.key))
@@ -327,7 +374,8 @@ def rows(scores: Scores, order: tuple[str, ...], *, largest: bool = False) -> Ro
     ways = (IMPLEMENTATIONS[name] for name in order)
     way = next(way for way in ways if way.fits(scores) and (way.largest or not largest))
     found = way.rows(scores)
-    return Rows(found.entropy.clamp(min=0), found.largest)  # rounding alone goes below 0
+    # Sums of terms of one sign are never below 0; differences of large numbers are, by rounding.
+    return found if way.largest else Rows(found.entropy.clamp_(min=0), None)
 
 
 def _centred(key: Float[Tensor, "*batch key dim"], dtype: torch.dtype) -> Float[Tensor, "*batch key dim"]:

@@ -140,7 +140,7 @@ def _trained(config: Config, context: Context, arm: str, classes: int, children:
 
     def loss(model: Decoder, step: Tensor) -> Tensor:
         """The loss of a minibatch: each class has one sequence, weighted by how often it was drawn."""
-        own = model.surprisal(sequence, label, last=True, multiplicity=multiplicity)[:, :, 0]
+        own = model.surprisal(sequence, label, last=1, multiplicity=multiplicity)[:, :, 0]
         return (share.index_select(0, step.view(1))[0] * own).sum(dim=-1)
 
     found = context.fit(
@@ -173,7 +173,7 @@ def _measured(
     del step
     with torch.no_grad():
         hidden = model.activations(sequence, ("hidden",), multiplicity=multiplicity)["hidden"]
-        logits = model(sequence, last=True, multiplicity=multiplicity)[:, :, 0]
+        logits = model(sequence, last=1, multiplicity=multiplicity)[:, :, 0]
         right = logits.argmax(dim=-1) == torch.arange(logits.shape[1], device=logits.device)
         parts = [layer.chunk(len(trees)) for layer in hidden]
         rows = [

@@ -195,8 +195,8 @@ def surprisal(model: Decoder, tokens: Int[Tensor, "*seed sample position"], digi
     """
     begin, length = addition.answer(digits).start, tokens.shape[-1]
     if model.config.mask == "causal":
-        return model.surprisal(tokens[..., :-1], tokens[..., 1:])[..., begin - 1 :]
-    own = [model.surprisal(tokens[..., :n], tokens[..., n : n + 1], last=True) for n in range(begin, length)]
+        return model.surprisal(tokens[..., :-1], tokens[..., begin:], last=length - begin)
+    own = [model.surprisal(tokens[..., :n], tokens[..., n : n + 1], last=1) for n in range(begin, length)]
     return torch.cat(own, dim=-1)
 
 
@@ -214,8 +214,8 @@ def exact_match(model: Decoder, tokens: Int[Tensor, "sample position"], digits: 
 
 def _said(model: Decoder, tokens: Int[Tensor, "sample position"], begin: int) -> Int[Tensor, "seed sample digit"]:
     if model.config.mask == "causal":
-        return model(tokens[:, :-1])[:, :, begin - 1 :].argmax(dim=-1)
-    return torch.cat([model(tokens[:, :n], last=True).argmax(dim=-1) for n in range(begin, tokens.shape[1])], dim=-1)
+        return model(tokens[:, :-1], last=tokens.shape[1] - begin).argmax(dim=-1)
+    return torch.cat([model(tokens[:, :n], last=1).argmax(dim=-1) for n in range(begin, tokens.shape[1])], dim=-1)
 
 
 @torch.no_grad()

@@ -194,7 +194,8 @@ class _Training(Generic[Model]):
         not held back inside the graph: its numbers are NaN from then on, and reach no other seed.
         """
         aside = torch.cuda.Stream()
-        with self._on_trial(), _compiled_parts(self.model, enabled=self.compiled, dynamic=self.dynamic):
+        parts = _compiled_parts(self.model, enabled=self.compiled, dynamic=self.dynamic)
+        with self._on_trial(), self._halved(), parts:
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
                 for _ in range(3):
@@ -204,6 +205,26 @@ class _Training(Generic[Model]):
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self._captured_step()
+
+    @contextmanager
+    def _halved(self) -> Iterator[None]:
+        """Replace large weights that products alone read by copies in the products' own precision.
+
+        The captured step then neither casts them nor their gradients, which would move as many bytes as half an update.
+        """
+        halve = getattr(self.rule, "halve", None) if self.half else None
+        places = {} if halve is None else _product_weights(self.model)
+        whole: dict[str, nn.Parameter] = {}
+        for name, half in ({} if halve is None else halve(places)).items():
+            module, own = places[name]
+            whole[name] = getattr(module, own)
+            setattr(module, own, half)
+        try:
+            yield
+        finally:
+            for name, weight in whole.items():
+                module, own = places[name]
+                setattr(module, own, weight)
 
     @contextmanager
     def _on_trial(self) -> Iterator[None]:
@@ -294,6 +315,17 @@ def _compiled_parts(model: nn.Module, *, enabled: bool, dynamic: bool) -> Iterat
         finally:
             for part in parts:
                 part._compiled_call_impl = None
+
+
+def _product_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """By name, the module and the attribute of each weight in the compiled parts that products alone read."""
+    prefixes = [name for name, part in model.named_modules() if isinstance(part, getattr(model, "compiled", ()))]
+    return {
+        f"{name}.{own}": (module, own)
+        for name, module in model.named_modules()
+        if any(name.startswith(f"{prefix}.") for prefix in prefixes)
+        for own in getattr(module, "products", ())
+    }
 
 
 @contextmanager

@@ -199,11 +199,13 @@ class _Pack(NamedTuple):
 class PackedRule(Rule):
     """Adam on CUDA, in few launches: small parameters are packed into one tensor, and every pass is compiled.
 
-    Lost seeds are not held back: their numbers are NaN, and reach no other seed.
+    Lost seeds are not held back: their numbers are NaN, and reach no other seed. Parameters may have `halves`, copies
+    in bfloat16 for a model that reads nothing else of them: they have the gradients then, and an update writes both.
     """
 
     def __init__(self, optimiser: Optimiser, model: nn.Module) -> None:
         super().__init__(optimiser, model)
+        self.halves: dict[str, nn.Parameter] = {}
         # While it is 0 the parameters stay as they are: steps on trial, before one is captured.
         self.gate = torch.ones((), dtype=torch.float64, device=self.groups[0].rate.device)
         self.packs = [self._packed(group.names) for group in self.groups]
@@ -220,6 +222,19 @@ class PackedRule(Rule):
             for name, view in zip(small, self._unpacked(moments[-1], small), strict=True):
                 self.moments[name][kind] = view
         return _Pack(large, small, moments, torch.cat([_seed_numbers(self.parameters[name]) for name in small]).int())
+
+    def halve(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
+        """Give the large ones of these parameters a copy in bfloat16 that follows them, and return the copies."""
+        large = {name for pack in self.packs for name in pack.large}
+        chosen = [name for name in names if name in large]
+        self.halves = {name: nn.Parameter(self.parameters[name].detach().bfloat16()) for name in chosen}
+        return self.halves
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        super().zero_grad()
+        for own in self.halves.values():
+            own.grad = None
 
     def _unpacked(self, pack: Float[Tensor, " element"], names: list[str]) -> list[Tensor]:
         own = [self.parameters[name] for name in names]
@@ -240,8 +255,10 @@ class PackedRule(Rule):
             rate = group.rate * self.gate if factor is None else group.rate * factor * self.gate
             pace = torch.compile(_pace)(rate, scale, t, self.parameters[group.names[0]].dtype, **options)
             flat = _rows if any(value.ndim for value in pace.values()) else torch.flatten  # one graph for all, then
-            for name in pack.large:
-                adam_update(*map(flat, self._parts(name)), **pace)
+            for name, gradient in zip(pack.large, self._gradients(pack.large), strict=True):
+                own, half = self.parameters[name].detach(), self.halves.get(name)
+                parts = map(flat, (own, gradient, *self.moments[name].values()))
+                adam_update(*parts, half=None if half is None else flat(half.detach()), **pace)
             if pack.small:
                 together = [self.parameters[name].detach() for name in pack.small]
                 p, g = (
@@ -251,12 +268,19 @@ class PackedRule(Rule):
                 torch._foreach_copy_(together, self._unpacked(p, pack.small))  # pyright: ignore[reportPrivateImportUsage]
 
     def _gradients(self, names: list[str]) -> list[Tensor]:
-        gradients = [self.parameters[name].grad for name in names]
+        gradients = [self._gradient(name) for name in names]
         missing = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
         if missing:
             remedy = "use every parameter, or freeze it by `requires_grad_(False)`"
             raise InputError("loss", "one that reaches every parameter", f"no gradient of {missing}", remedy)
         return [gradient for gradient in gradients if gradient is not None]
+
+    def _gradient(self, name: str) -> Tensor | None:
+        """Return the gradient; where there is a half, in its precision, which is that of the product it came from."""
+        own, half = self.parameters[name].grad, self.halves.get(name)
+        if half is None or own is None:
+            return own if half is None else half.grad
+        return own.to(half.dtype)
 
     def _slopes(self, pack: _Pack) -> list[Float[Tensor, "seed _"]]:
         """Return the gradients of the large parameters, and of the small ones as one tensor, seed by seed."""
@@ -310,6 +334,7 @@ def _update(
     shrink: Tensor,
     kept: Tensor,
     owner: Tensor | None = None,
+    half: Tensor | None = None,
 ) -> None:
     """One update of Adam in place, in one pass over the memory once it is compiled.
 
@@ -320,18 +345,24 @@ def _update(
         rate: η/(1−β₁ᵗ). root: r = √(1−β₂ᵗ). scale: s, of clipping. decay: λ, or 0 where it is decoupled.
         shrink: κ = 1 − ηλ where it is decoupled, else 1. kept: 0 where the moments start afresh, else 1.
         owner: the seed of each element, where parameters are packed and these numbers are one for each seed.
+        half: a copy of the parameter in half precision, which follows it.
     """
     if owner is not None:
         rate, scale, shrink = (one[owner, 0] if one.ndim else one for one in (rate, scale, shrink))
-    slope = scale * g + decay * p
+    slope = scale * g.to(p.dtype) + decay * p
     m.copy_(FIRST * kept * m + (1 - FIRST) * slope)
     v.copy_(SECOND * kept * v + (1 - SECOND) * slope * slope)
     p.copy_(shrink * p - rate * m / (v.sqrt() / root + EPSILON))
+    if half is not None:
+        half.copy_(p)
 
 
 def adam_update(*parts: Tensor, **pace: Tensor | None) -> None:
-    """Apply `_update`, compiled: of the card's bandwidth torch's own fused kernel reaches two thirds."""
-    torch.compile(_update, dynamic=True)(*parts, **pace)
+    """Apply `_update`, compiled: of the card's bandwidth torch's own fused kernel reaches two thirds.
+
+    Large tensors have a graph for each size, whose loads are then as wide as they can be; small ones share one.
+    """
+    torch.compile(_update, dynamic=parts[0].numel() < LARGE)(*parts, **pace)
 
 
 def _rows(tensor: Tensor) -> Float[Tensor, "seed element"]:
@@ -350,4 +381,6 @@ def gradient_norms(gradients: Iterable[Tensor | None]) -> Float[Tensor, " seed"]
     tensor([5.0000, 0.5000])
     """
     there = [_rows(gradient) for gradient in gradients if gradient is not None]
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(own, dim=1) for own in there]), dim=0)
+    wide = torch.float64 if any(own.dtype == torch.float64 for own in there) else torch.float32
+    norms = [torch.linalg.vector_norm(own, dim=1, dtype=wide) for own in there]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)

@@ -46,11 +46,13 @@ class AttentionSwitched(UserWarning):
     """Inside the context the model runs another kernel than outside: equal to rounding, not to the bit."""
 
 
-def _mean(values: Float[Tensor, "quantity batch head query"]) -> Float[Tensor, "quantity head"]:
-    return values.nanmean(dim=(1, 3))
+def _mean(values: Float[Tensor, "quantity layer batch head query"]) -> Float[Tensor, "quantity layer head"]:
+    return values.nanmean(dim=(2, 4))
 
 
-def _all(values: Float[Tensor, "quantity batch head query"]) -> Float[Tensor, "quantity batch head query"]:
+def _all(
+    values: Float[Tensor, "quantity layer batch head query"],
+) -> Float[Tensor, "quantity layer batch head query"]:
     return values
 
 
@@ -75,6 +77,7 @@ class Recording:
         self._reduce, self._dims = choice("reduce", reduce, REDUCTIONS)
         self._model = type(model).__name__
         self._passes: list[dict[str, Tensor]] = []
+        self._waiting: dict[str, Float[Tensor, "batch head query"]] = {}  # of the pass under way, not yet reduced
         self._calling: list[str] = []
         self._outermost: set[str] = set()  # the modules that the pass under way was called by from outside
         self._thread = threading.get_ident()
@@ -82,6 +85,7 @@ class Recording:
     @property
     def passes(self) -> list[dict[str, Tensor]]:
         """For each pass the entropy by layer, on its own device: [head], or [batch, head, query] if not reduced."""
+        self._settle()
         return [{layer: values[0] for layer, values in each.items()} for each in self._passes if each]
 
     @property
@@ -107,6 +111,7 @@ class Recording:
 
     def arrays(self) -> tuple[list[str], Float[np.ndarray, "quantity pass layer *rest"]]:
         """The same without labels: the names of the layers, and both quantities in one array."""
+        self._settle()
         passes = [each for each in self._passes if each]
         if not passes:
             raise InputError("model", "called inside the context", "no forward pass", "call `model(...)` inside it")
@@ -125,6 +130,7 @@ class Recording:
             return
         if not name:
             self._calling.clear()  # an interrupt that the caller survived may have left names behind
+            self._settle()
         if not self._calling:
             if not self._passes or name in self._outermost:
                 self._passes.append({})
@@ -135,6 +141,8 @@ class Recording:
     def _leave(self) -> None:
         if self._own() and self._calling:
             self._calling.pop()
+            if not self._calling:
+                self._settle()
 
     def _own(self) -> bool:
         """Whether this is the thread of the context, and no recomputation of a forward pass in a backward pass."""
@@ -147,15 +155,28 @@ class Recording:
 
     def _record(self, entropy: Float[Tensor, "batch head query"], keys: int) -> None:
         self.longest = max(self.longest, keys)
-        if self.rows is not None:
-            entropy = entropy.where(self._rows(entropy)[:, None], torch.nan)
-        values = self._reduce(torch.stack([entropy, effective_tokens(entropy)]))
         name = self._calling[-1] or self._model
         seen, index, label = self._passes[-1], 0, name
-        while label in seen:
+        while label in seen or label in self._waiting:
             index += 1
             label = f"{name}[{index}]"
-        seen[label] = values
+        self._waiting[label] = entropy
+
+    def _settle(self) -> None:
+        """Reduce what waits, layers of one shape at once: on a GPU a layer alone costs more in calls than in work."""
+        waiting, self._waiting = self._waiting, {}
+        alike: dict[Any, list[str]] = {}
+        for label, entropy in waiting.items():
+            alike.setdefault((entropy.shape, entropy.dtype, entropy.device), []).append(label)
+        found: dict[str, Tensor] = {}
+        for labels in alike.values():
+            entropy = torch.stack([waiting[label] for label in labels])
+            if self.rows is not None:
+                entropy = entropy.where(self._rows(entropy[0])[:, None], torch.nan)
+            values = self._reduce(torch.stack([entropy, effective_tokens(entropy)]))
+            found.update(zip(labels, values.unbind(1), strict=True))
+        for label in waiting:  # in the order of the calls
+            self._passes[-1][label] = found[label]
 
     def _rows(self, entropy: Float[Tensor, "batch head query"]) -> Bool[Tensor, "batch query"]:
         shape = (entropy.shape[0], entropy.shape[2])
@@ -205,6 +226,7 @@ def attention(
         stack.enter_context(_hooks(model, recording))
         stack.enter_context(_intercepted(recording))
         yield recording
+    recording._settle()
     if recording._passes and not any(recording._passes):
         raise InputError("model", "one that calls scaled-dot-product attention", f"{recording._model}, none", _REMEDY)
 

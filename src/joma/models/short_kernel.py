@@ -1,0 +1,134 @@
+"""The kernels of `short`, in triton: a program holds one head of one sample whole."""
+
+# No `from __future__ import annotations`: triton reads `tl.constexpr` from the annotations themselves.
+# pyright: basic, reportMissingImports=false
+# ruff: noqa: PLR0917
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LEAST = 16  # the tensor cores' smallest factor
+
+
+def _jit(function: Callable[..., object]) -> Any:
+    """Compile the function as it is written: a checker of annotations may have wrapped it."""
+    return triton.jit(inspect.unwrap(function))
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, reach: Tensor, heads: int) -> Tensor:
+    """Return the heads' outputs, shaped like the queries."""
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    output = torch.empty_like(query)
+    _launch(_forward, (query, key, value, reach.contiguous(), output), query, key, heads)
+    return output
+
+
+def backward(
+    query: Tensor, key: Tensor, value: Tensor, reach: Tensor, slope: Tensor, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the slopes of queries, keys and values."""
+    query, key, value, slope = query.contiguous(), key.contiguous(), value.contiguous(), slope.contiguous()
+    slopes = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    _launch(_backward, (query, key, value, reach.contiguous(), slope, *slopes), query, key, heads)
+    return slopes
+
+
+def _launch(kernel: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, heads: int) -> None:
+    (seeds, samples, asks, width), keys = query.shape, key.shape[2]
+    part = width // heads
+    with torch.cuda.device(query.device):
+        kernel[(seeds * samples * heads,)](
+            *tensors,
+            heads,
+            asks,
+            keys,
+            part**-0.5,
+            PART=part,
+            ASKS=max(_LEAST, triton.next_power_of_2(asks)),
+            KEYS=max(_LEAST, triton.next_power_of_2(keys)),
+            num_warps=1,
+        )
+
+
+@_jit
+def _load(at, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
+    """Return [ROWS, PART] of this program's sample and head, with zeros after its `length` positions."""
+    sample = (tl.program_id(0) // heads).to(tl.int64)
+    rows = tl.arange(0, ROWS)
+    places = ((sample * length + rows) * heads + tl.program_id(0) % heads)[:, None] * PART + tl.arange(0, PART)[None, :]
+    return tl.load(at + places, mask=(rows < length)[:, None], other=0.0)
+
+
+@_jit
+def _store(at, values, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
+    sample = (tl.program_id(0) // heads).to(tl.int64)
+    rows = tl.arange(0, ROWS)
+    places = ((sample * length + rows) * heads + tl.program_id(0) % heads)[:, None] * PART + tl.arange(0, PART)[None, :]
+    tl.store(at + places, values.to(at.dtype.element_ty), mask=(rows < length)[:, None])
+
+
+@_jit
+def _weights(query, key, reach_at, asks, keys, scale, ASKS: tl.constexpr, KEYS: tl.constexpr):
+    rows, columns = tl.arange(0, ASKS)[:, None], tl.arange(0, KEYS)[None, :]
+    inside = (rows < asks) & (columns < keys)
+    reach = tl.load(reach_at + rows * keys + columns, mask=inside, other=0.0).to(tl.float32)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale + reach
+    scores = tl.where(columns < keys, scores, float("-inf"))
+    e = tl.exp(scores - tl.max(scores, 1)[:, None])
+    return e / tl.sum(e, 1)[:, None]
+
+
+@_jit
+def _forward(
+    query_at,
+    key_at,
+    value_at,
+    reach_at,
+    output_at,
+    heads,
+    asks,
+    keys,
+    scale,
+    PART: tl.constexpr,
+    ASKS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    query, key = _load(query_at, asks, heads, PART, ASKS), _load(key_at, keys, heads, PART, KEYS)
+    value = _load(value_at, keys, heads, PART, KEYS)
+    p = _weights(query, key, reach_at, asks, keys, scale, ASKS, KEYS)
+    _store(output_at, tl.dot(p.to(value.dtype), value, input_precision="ieee"), asks, heads, PART, ASKS)
+
+
+@_jit
+def _backward(
+    query_at,
+    key_at,
+    value_at,
+    reach_at,
+    slope_at,
+    by_query_at,
+    by_key_at,
+    by_value_at,
+    heads,
+    asks,
+    keys,
+    scale,
+    PART: tl.constexpr,
+    ASKS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    query, key = _load(query_at, asks, heads, PART, ASKS), _load(key_at, keys, heads, PART, KEYS)
+    value, slope = _load(value_at, keys, heads, PART, KEYS), _load(slope_at, asks, heads, PART, ASKS)
+    p = _weights(query, key, reach_at, asks, keys, scale, ASKS, KEYS)
+    _store(by_value_at, tl.dot(tl.trans(p.to(slope.dtype)), slope, input_precision="ieee"), keys, heads, PART, KEYS)
+    by_weight = tl.dot(slope, tl.trans(value), input_precision="ieee")
+    by_score = p * (by_weight - tl.sum(p * by_weight, 1)[:, None]) * scale
+    by_score = by_score.to(query.dtype)
+    _store(by_query_at, tl.dot(by_score, key, input_precision="ieee"), asks, heads, PART, ASKS)
+    _store(by_key_at, tl.dot(tl.trans(by_score), query, input_precision="ieee"), keys, heads, PART, KEYS)
