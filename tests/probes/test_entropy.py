@@ -105,10 +105,25 @@ def test_small_scores_take_the_short_way_over_any_number_of_blocks(seed, queries
     assert blocks._fits_bounded(scores)
     assert not blocks._fits_bounded(blocks.Scores(query, key + 1, None, causal, 60.0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_WIDE", blocks.Shape(60, 4, 8))
+        patch.setattr(blocks, "_STRIPS", blocks.Shape(60, 4, 8))
         ours = blocks.rows(scores, ("bounded",)).entropy
     true = of_matrix(query, key, causal=causal, scale=size)[0]
     assert bool(((ours - true).abs() <= 2e-5).all())
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.booleans(), st.integers(64, 200))
+def test_every_score_that_is_seen_is_covered_once(queries, keys, causal, most):
+    found = torch.zeros(queries, keys, dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_STRIPS", blocks.Shape(60, 4, 16))
+        for part in blocks._cover(queries, keys, causal, most):
+            assert part.times * part.rows * part.columns <= most
+            once = torch.ones(part.rows, part.columns, dtype=torch.int64)
+            for i in range(part.times):
+                row, column = part.row + i * part.apart, part.column + i * part.apart
+                there = found[row : row + part.rows, column : column + part.columns]
+                there += once.tril() if part.diagonal else once
+    assert torch.equal(found, torch.ones_like(found).tril() if causal else torch.ones_like(found))
 
 
 @settings(max_examples=30)

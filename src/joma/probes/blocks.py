@@ -41,9 +41,9 @@ class Shape(NamedTuple):
 
 # 1 MiB twice stays in the cache of one or two cores; a GPU needs more at once to be busy.
 _TILES = {"cpu": Shape(2**18, 128, 1024), "cuda": Shape(2**24, 512, 4096)}
-# Tall and narrow: two threads then multiply the rows that they sum, each in its own cache. On the diagonal squares of
-# 64, between them squares of 64, 128 and 256 up to the strips of keys.
-_STRIPS = Shape(2**20, 64, 512)
+# Of each thread: strips of keys, on the diagonal squares of 64 queries, between the two squares of 64, 128 and 256.
+_STRIPS = Shape(2**19, 64, 512)
+_THREADS = 8  # as many heads at once at most: a thread then works on a head of its own, which stays in its cache
 _BOUND = 30.0  # exp(−60) of the largest weight is still far from the least float32
 
 
@@ -116,13 +116,15 @@ def bounded(scores: Scores) -> Rows:
     """
     (batch, head, queries, _), keys = scores.query.shape, scores.key.shape[2]
     entropy = torch.empty(batch, head, queries, dtype=torch.float32)
-    count, pieces = _pieces(scores, max(1, _STRIPS.scores // (queries * min(keys, _STRIPS.keys))))
-    space = torch.empty(2, max(_STRIPS.scores, _STRIPS.keys))
-    with _exact_products(scores.query.device):
+    threads = min(torch.get_num_threads(), _THREADS)
+    heads, pieces = _pieces(scores, threads * max(1, _STRIPS.scores // (queries * min(keys, _STRIPS.keys))))
+    most = max(_STRIPS.keys, threads * _STRIPS.scores // heads)
+    space = torch.empty(2, heads * most)
+    with exact_products(scores.query.device):
         for part, shared in pieces:
-            key = _centred(scores.key[shared], torch.float32).mul_(scores.scale / math.log(2)).flatten(0, 1)
-            query = scores.query[part].float()
-            cover = _cover(queries, keys, scores.causal, _STRIPS.scores // key.shape[0])
+            query, key = scores.query[part].float(), scores.key[shared].float()
+            key = (key - key.mean(dim=-2, keepdim=True)).mul_(scores.scale / math.log(2)).flatten(0, 1)
+            cover = _cover(queries, keys, scores.causal, most)
             a, z = _power_sums(query.flatten(0, 1), key, cover, space).double()
             entropy[part] = (z.log() - math.log(2) * a / z).unflatten(0, query.shape[:2]).float()
     return Rows(entropy, None)
@@ -135,7 +137,7 @@ def _by_blocks(scores: Scores, tile: Shape, sums: Callable[..., Tensor]) -> Floa
     results[1] = torch.nan
     count, pieces = _pieces(scores, max(1, tile.scores // (rows * columns)))
     space = torch.empty(2, count * rows * columns, dtype=scores.dtype, device=scores.query.device)
-    with _exact_products(scores.query.device):
+    with exact_products(scores.query.device):
         for part, shared in pieces:
             key = _centred(scores.key[shared], scores.dtype).flatten(0, 1)
             for first in range(0, queries, rows):
@@ -188,13 +190,13 @@ class Patch(NamedTuple):
     rows: int
     column: int
     columns: int
-    count: int = 1
+    times: int = 1
     apart: int = 1
     diagonal: bool = False
 
 
 def _cover(queries: int, keys: int, causal: bool, most: int) -> Iterator[Patch]:
-    """Cover every score that is seen once, at most about `most` at a time: strips, and squares along the diagonal."""
+    """Cover every score that is seen, once: strips and, along the diagonal, squares; at most `most` at a time."""
     keys = min(keys, queries) if causal else keys
     for column in range(0, keys, _STRIPS.keys):
         width = min(_STRIPS.keys, keys - column)
@@ -228,17 +230,23 @@ def _power_sums(
     """Return Σ s 2^s and Σ 2^s of each row."""
     heads = query.shape[0]
     sums = query.new_zeros(2, *query.shape[:2])
-    for row, rows, column, columns, count, apart, diagonal in cover:
-        left = query[:, row:].unfold(1, rows, apart)[:, :count].flatten(0, 1).mT
-        right = key[:, column:].unfold(1, columns, apart)[:, :count].flatten(0, 1)
-        both = space[:, : heads * count * rows * columns].view(2, heads * count, rows, columns)
-        s, e = both.unbind()
+    a, z = sums.unbind()
+    for row, rows, column, columns, times, apart, diagonal in cover:
+        left, right = (query[:, row : row + rows], key.mT[..., column : column + columns])
+        if times > 1:
+            left = query[:, row:].unfold(1, rows, apart)[:, :times].flatten(0, 1).mT
+            right = key[:, column:].unfold(1, columns, apart)[:, :times].flatten(0, 1)
+        s, e = space[:, : heads * times * rows * columns].view(2, heads * times, rows, columns).unbind()
         torch.bmm(left, right, out=s)
         torch.exp2(s, out=e)
         if diagonal:
             e.tril_()
-        s.mul_(e)
-        sums[:, :, row:].unfold(2, rows, apart)[:, :, :count].add_(both.sum(dim=-1).unflatten(1, (heads, count)))
+        for total, terms in ((z, e), (a, s.mul_(e))):  # one by one: each thread then sums what it has written
+            own = terms.sum(dim=-1)
+            if times == 1:
+                total[:, row : row + rows] += own
+            else:
+                total[:, row:].unfold(1, rows, apart)[:, :times] += own.unflatten(0, (heads, times))
     return sums
 
 
@@ -406,7 +414,7 @@ def _pieces(scores: Scores, most: int) -> tuple[int, Iterator[Piece]]:
 
 
 @contextmanager
-def _exact_products(device: torch.device) -> Iterator[None]:
+def exact_products(device: torch.device) -> Iterator[None]:
     """Keep float32 products in float32, whatever the user allows elsewhere."""
     backend: Any = getattr(torch.backends, "cuda" if device.type == "cuda" else "mkldnn").matmul
     before = backend.fp32_precision

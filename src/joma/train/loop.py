@@ -309,7 +309,7 @@ def _compiled_parts(model: nn.Module, *, enabled: bool, dynamic: bool) -> Iterat
     parts = [part for part in model.modules() if isinstance(part, classes)]
     with torch._dynamo.config.patch(recompile_limit=64):
         for part in parts:
-            part.compile(dynamic=dynamic or None)
+            part.compile(dynamic=dynamic)
         try:
             yield
         finally:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, cast
 
@@ -219,11 +219,12 @@ def attention(
     array([[1.6094..., 1.6094...]])
     """
     recording = Recording(model, precision=precision, reduce=reduce, rows=rows)
+    modules = dict(model.named_modules())
     with ExitStack() as stack:
-        stack.enter_context(_sdpa_for_hugging_face(model))
-        stack.enter_context(_no_fast_path(model))
-        stack.enter_context(_no_compilation(model))
-        stack.enter_context(_hooks(model, recording))
+        stack.enter_context(_sdpa_for_hugging_face(modules.values()))
+        stack.enter_context(_no_fast_path(modules.values()))
+        stack.enter_context(_no_compilation(modules.values()))
+        stack.enter_context(_hooks(modules, recording))
         stack.enter_context(_intercepted(recording))
         yield recording
     recording._settle()
@@ -232,11 +233,11 @@ def attention(
 
 
 @contextmanager
-def _hooks(model: nn.Module, recording: Recording) -> Iterator[None]:
+def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[None]:
     handles = []
     try:
-        for name, module in model.named_modules():
-            if name and type(module).__module__.startswith("torch.nn.modules") and not any(module.children()):
+        for name, module in modules.items():
+            if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
                 continue  # torch's own layers without parts (linear maps, norms, …) call no attention
             bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
@@ -264,13 +265,12 @@ class _Interceptor(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        del types
-        kwargs = kwargs or {}
+        del types  # hundreds of calls a pass come by here
         if func is _SDPA:
-            return self._attend(*args, **kwargs)
-        if func is _MULTI_HEAD:
-            return self._open_multi_head(*args, **kwargs)
-        return func(*args, **kwargs)
+            func = self._attend
+        elif func is _MULTI_HEAD:
+            func = self._open_multi_head
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Tensor:
         """Note the entropies, and call SDPA as it was called."""
@@ -304,13 +304,18 @@ class _Interceptor(TorchFunctionMode):
         calling = [recording for recording in self.recordings if recording.calling]
         if not calling:
             return
-        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        with _without_autocast(query.device.type):
             for precision in {recording.precision: None for recording in calling}:
                 entropy = attention_entropy(query, key, causal=causal, mask=mask, precision=precision, **more)
                 heads = entropy.shape[-2] if entropy.ndim > 2 else 1  # further leading axes are batch
                 for recording in calling:
                     if recording.precision == precision:
                         recording._record(entropy.reshape(-1, heads, entropy.shape[-1]), key.shape[-2])
+
+
+def _without_autocast(device: str) -> Any:
+    """Keep products as they are asked for; a context costs more than to ask whether it is needed."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @contextmanager
@@ -331,10 +336,10 @@ def _intercepted(recording: Recording) -> Iterator[None]:
 
 
 @contextmanager
-def _no_fast_path(model: nn.Module) -> Iterator[None]:
+def _no_fast_path(modules: Collection[nn.Module]) -> Iterator[None]:
     """The fused inference kernels of torch's own Transformer modules never call SDPA."""
     before = torch.backends.mha.get_fastpath_enabled()
-    if before and any(isinstance(module, nn.MultiheadAttention) and not module.training for module in model.modules()):
+    if before and any(isinstance(module, nn.MultiheadAttention) and not module.training for module in modules):
         _say_once("fast path", "the fused fast path of `nn.MultiheadAttention` is off while attention is watched")
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -344,24 +349,24 @@ def _no_fast_path(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _no_compilation(model: nn.Module) -> Iterator[None]:
+def _no_compilation(modules: Collection[nn.Module]) -> Iterator[None]:
     """Compiled code is past interception; it is run eagerly, and stands as it was afterwards."""
     if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and the import takes seconds
         yield
         return
-    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+    if any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules):
         _say_once("compiled", "a compiled model runs eagerly while attention is watched")
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextmanager
-def _sdpa_for_hugging_face(model: nn.Module) -> Iterator[None]:
+def _sdpa_for_hugging_face(modules: Collection[nn.Module]) -> Iterator[None]:
     """Switch Hugging Face models that use another attention to SDPA, and back."""
     before: list[tuple[Any, str]] = []
     known: set[int] = set()
-    for module in model.modules():
-        config = getattr(module, "config", None)
+    for module in modules:
+        config = module.__dict__.get("config")  # `getattr` would search parameters, buffers and parts in vain
         name = getattr(config, "_attn_implementation", None)
         if isinstance(name, str) and id(config) not in known:
             known.add(id(config))
