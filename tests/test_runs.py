@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from joma import open_run
 from joma.files import StorageError
-from joma.runs import TRAJECTORY, Run, find_runs, provenance, read_claims
+from joma.runs import TRAJECTORY, Run, find_runs, provenance, read_claims, write_trajectory
 
 
 def a_run(out, seeds=(0, 1), **config):
@@ -48,6 +48,14 @@ def test_what_is_saved_comes_back_labelled_and_stamped(tmp_path):
     assert find_runs(tmp_path) == [run.path]
     assert read_claims(run.path)["claims"] == [{"name": "x"}]
     xr.testing.assert_identical(open_run(run.path / TRAJECTORY), dataset)
+
+
+def test_runs_that_are_joined_and_written_keep_their_labels(tmp_path):
+    for place, name in enumerate(("short", "much longer")):
+        write_trajectory(tmp_path / f"{place}.nc", a_trajectory().expand_dims(arm=[name]))
+    joined = xr.concat([open_run(tmp_path / f"{place}.nc") for place in range(2)], dim="arm")
+    joined.to_netcdf(tmp_path / "joined.nc", engine="h5netcdf")
+    assert open_run(tmp_path / "joined.nc").arm.values.tolist() == ["short", "much longer"]
 
 
 @given(st.data())

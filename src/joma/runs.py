@@ -149,7 +149,8 @@ def open_run(path: str | Path) -> xr.Dataset:
         raise StorageError(f"no trajectory at {file}; {hint}.")
     try:
         with xr.open_dataset(file, engine="h5netcdf") as dataset:
-            return dataset.load()
+            # How labels were stored is forgotten: joined and written again, they would be cut to the first's length.
+            return dataset.load().drop_encoding()
     except Exception as cause:  # h5py, h5netcdf and xarray each raise their own on a broken file
         reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
         raise StorageError(f"{file} is no readable trajectory ({reason}); {_again(file.parent)}") from None

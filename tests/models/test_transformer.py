@@ -191,11 +191,32 @@ def test_logits_and_attention_are_the_formulas(options, seed, own, length):
 
 @settings(max_examples=25)
 @given(options=parts(), seed=st.integers(0, 1000))
-def test_the_last_position_alone(options, seed):
+def test_the_last_positions_alone(options, seed):
     model, tokens = make(DecoderConfig(**options), (seed,)), sequences(7, (3, 5), seed)
-    whole, last = model(tokens), model(tokens, last=1)
-    assert last.shape == (1, 3, 1, whole.shape[-1])
-    torch.testing.assert_close(last, whole[:, :, -1:], rtol=1e-12, atol=1e-13)
+    whole = model(tokens)
+    for count in (1, 3, 5):
+        last = model(tokens, last=count)
+        assert last.shape == (1, 3, count, whole.shape[-1])
+        torch.testing.assert_close(last, whole[:, :, -count:], rtol=1e-12, atol=1e-13)
+
+
+@settings(max_examples=40)
+@given(options=parts(), seed=st.integers(0, 1000), lengths=st.lists(st.integers(2, 5), min_size=1, max_size=4))
+def test_sequences_in_a_row_are_as_each_alone(options, seed, lengths):
+    model = make(DecoderConfig(**options), (seed, seed + 1))
+    alone = [sequences(7, (3, length), seed + n) for n, length in enumerate(lengths)]
+    for last in (0, 2):
+        together = model(torch.cat(alone, dim=1), last=last, lengths=lengths)
+        expected = torch.cat([model(tokens, last=last) for tokens in alone], dim=2)
+        torch.testing.assert_close(together, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_lengths_that_do_not_fit_are_named():
+    model = make(JOMA)
+    with pytest.raises(InputError, match=r"`lengths` must be adding up to 5, got \(2, 2\)"):
+        model(sequences(7, (3, 5)), lengths=(2, 2))
+    with pytest.raises(InputError, match="`tokens` must be of at least 2 position"):
+        model(sequences(7, (3, 5)), last=2, lengths=(1, 4))
 
 
 # ---- torch's own modules ----
@@ -470,7 +491,7 @@ def test_who_tells_the_order(positions, mask, layers, norm):
     """Without positions, a full mask or a single causal layer cannot tell the order of the earlier tokens."""
     config = DecoderConfig(vocabulary=20, width=8, layers=layers, heads=2, length=8, norm=norm, positions=positions)
     model, tokens = make(config, mask=mask), torch.arange(16).view(2, 8)
-    change = (model(shuffled(tokens, 1), last=1) - model(tokens, last=True)).abs().max()
+    change = (model(shuffled(tokens, 1), last=1) - model(tokens, last=1)).abs().max()
     if positions == "none" and (mask == "full" or layers == 1):
         assert change < 1e-12
     else:
@@ -512,7 +533,7 @@ def test_padding_as_one_token_of_its_multiplicity_is_exact(lengths, attention, d
     models = [make(JOMA, (seed, seed + 1), attention=attention) for _ in range(2)]
     full, short, count = padded(lengths, 8, 9, seed)
     target = sequences(4, (2, len(lengths)), seed)
-    logits = models[0](full, last=1), models[1](short, last=True, multiplicity=count.to(dtype))
+    logits = models[0](full, last=1), models[1](short, last=1, multiplicity=count.to(dtype))
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-12)
     for values in logits:
         nn.functional.cross_entropy(values.flatten(0, 2), target.flatten()).backward()
@@ -565,7 +586,7 @@ def test_a_sample_without_any_position_disturbs_no_other(mask):
 
 
 @settings(max_examples=20)
-@given(options=parts(), seed=st.integers(0, 1000), last=st.booleans(), bits=st.lists(st.booleans(), min_size=64))
+@given(options=parts(), seed=st.integers(0, 1000), last=st.integers(0, 1), bits=st.lists(st.booleans(), min_size=64))
 def test_every_seed_may_have_residual_connections_of_its_own(options, seed, last, bits):
     config, tokens = DecoderConfig(**options), sequences(7, (3, 5), seed)
     switches = torch.tensor(bits)[: 2 * config.layers * 2].view(2, config.layers, 2)
@@ -587,7 +608,7 @@ def test_residual_switches_of_another_shape_are_refused():
 
 
 @settings(max_examples=20)
-@given(options=parts(), seed=st.integers(0, 1000), last=st.booleans(), own=st.booleans())
+@given(options=parts(), seed=st.integers(0, 1000), last=st.integers(0, 1), own=st.booleans())
 def test_surprisal_is_minus_the_logarithm_of_the_targets_probability(options, seed, last, own):
     model, tokens = make(DecoderConfig(**options), (seed, seed + 1)), sequences(7, (3, 5), seed)
     logits = model(tokens, last=last)

@@ -9,7 +9,7 @@ import xarray as xr
 
 from joma.arguments import InputError
 from joma.models.block import Block
-from joma.models.transformer import Decoder, DecoderConfig
+from joma.models.transformer import Asks, Decoder, DecoderConfig
 from joma.studies import load
 from joma.studies.base import Context
 from joma.studies.invariant_text import CLAIMS, LAWS, STUDY, Config, compare, read, run
@@ -35,10 +35,10 @@ def model_of(**changes):
 
 def attend(model, tokens):
     """Return the attention weights of the second position and what enters and leaves the attention block."""
-    layer, kept = model.layers[0], {"attention": []}
+    layer, kept, asks = model.layers[0], {"attention": []}, Asks((2,), 0)
     with torch.no_grad():
         x, _ = model.entrance(model._embed(tokens), model.positions, None)
-        y = x + layer.attention(x, model._reach(x, None), last=0, noise=None, kept=kept)
+        y = x + layer.attention(x, model._reach(x, None, asks), asks=asks, noise=None, kept=kept)
     return kept["attention"][0][:, :, 0, 1], y[:, :, 1]
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-MOST = 32  # positions
+MOST = 64  # positions
 _PARTS = (16, 32, 64, 128)  # units of a head
 _GIVEN = "Tensor query, Tensor key, Tensor value, Tensor reach"
 _HALF = (torch.bfloat16, torch.float16)

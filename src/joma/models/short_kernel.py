@@ -42,6 +42,7 @@ def backward(
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, heads: int) -> None:
     (seeds, samples, asks, width), keys = query.shape, key.shape[2]
     part = width // heads
+    rows, columns = (max(_LEAST, triton.next_power_of_2(length)) for length in (asks, keys))
     with torch.cuda.device(query.device):
         kernel[(seeds * samples * heads,)](
             *tensors,
@@ -50,9 +51,9 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor
             keys,
             part**-0.5,
             PART=part,
-            ASKS=max(_LEAST, triton.next_power_of_2(asks)),
-            KEYS=max(_LEAST, triton.next_power_of_2(keys)),
-            num_warps=1,
+            ASKS=rows,
+            KEYS=columns,
+            num_warps=max(rows, columns) // _LEAST,
         )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -42,6 +41,7 @@ WATCHED: dict[str, str] = {
 }
 
 Maybe = Tensor | None
+Lengths = Sequence[int] | None
 Stream = Float[Tensor, "seed sample position width"]
 Kept = Mapping[str, list[Tensor]]  # every layer appends to the names of `WATCHED` that are in it
 _NONE: Kept = {}
@@ -198,6 +198,30 @@ class _Dropout:
         return dropout(x, self.p, key=key, site=SITES.index(site)) if key is not None and self.acts(key, site) else x
 
 
+class Asks(NamedTuple):
+    """Who asks: of sequences that stand in a row, each seeing itself alone, the last few positions, or all for 0."""
+
+    lengths: tuple[int, ...]
+    last: int
+
+    @property
+    def all(self) -> Asks:
+        return self._replace(last=0)
+
+    def of(self, x: Tensor, *, dim: int) -> Tensor:
+        """Return those who ask of all positions along an axis."""
+        if not self.last:
+            return x
+        parts = [x] if len(self.lengths) == 1 else x.split(self.lengths, dim=dim)
+        tails = [part.narrow(dim, part.shape[dim] - self.last, self.last) for part in parts]
+        return tails[0] if len(tails) == 1 else torch.cat(tails, dim=dim)
+
+    def each(self, table: Tensor, *, dim: int) -> Tensor:
+        """Return the rows of a table of positions, counted from the start of each sequence."""
+        rows = [table.narrow(dim, 0, length) for length in self.lengths]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=dim)
+
+
 class Entrance(nn.Module):
     """What is done to looked-up embeddings before the first layer: scale, positions, dropout."""
 
@@ -209,7 +233,7 @@ class Entrance(nn.Module):
     def forward(self, x: Stream, positions: Maybe, noise: Maybe) -> tuple[Stream, Sequence[Maybe]]:
         """Return the residual stream, and for each layer a key of its own."""
         x = x if self.scale is None else x * self.scale
-        x = x if positions is None else x + positions[:, None, : x.shape[2]]
+        x = x if positions is None else x + positions[:, None]
         keys = [None] * self.layers if noise is None else split(noise, self.layers).unbind()
         return self.drop(x, noise, "embedding"), keys
 
@@ -237,13 +261,14 @@ class Attention(nn.Module):
         turns = _waves(config, width // self.heads, draw.dtype) if config.positions == "rotary" else None
         self.register_buffer("turns", turns, persistent=False)
 
-    def forward(self, x: Stream, reach: Tensor, *, last: int, noise: Maybe, kept: Kept) -> Tensor:
-        """Return [seed, sample, query, width]; `reach` is added to the scores, and only the `last` ask, if given."""
-        query, key, value = self._projected(x[:, :, -last:] if last else x, x)
-        reach = reach[..., -last:, :] if last else reach
+    def forward(self, x: Stream, reach: Tensor, *, asks: Asks, noise: Maybe, kept: Kept) -> Tensor:
+        """Return [seed, sample, query, width]; `reach` is added to the scores."""
+        query, key, value = self._projected(asks.of(x, dim=2), x)
+        reach = asks.of(reach, dim=-2)
+        if query is not None and key is not None:
+            query, key = self._turned(query, asks), self._turned(key, asks.all)
         if query is not None and key is not None and self._short(value, reach, noise, kept):
-            query, key = (self._turned(one, x.shape[2]).to(value.dtype) for one in (query, key))
-            mixed = short_attention(query, key, value, reach, heads=self.heads)
+            mixed = short_attention(query.to(value.dtype), key.to(value.dtype), value, reach, heads=self.heads)
         else:
             weights = self._weights(query, key, reach, x)
             kept.get("attention", []).append(weights)
@@ -272,20 +297,19 @@ class Attention(nn.Module):
     def _weights(
         self, query: Maybe, key: Maybe, reach: Tensor, x: Stream
     ) -> Float[Tensor, "seed sample head asks key"]:
-        positions = x.shape[2]
         if query is None or key is None:
-            return reach.softmax(-1).expand(*x.shape[:2], self.heads, reach.shape[-2], positions)
-        query, key = (self._heads(self._turned(one, positions)) for one in (query, key))
+            return reach.softmax(-1).expand(*x.shape[:2], self.heads, reach.shape[-2], x.shape[2])
+        query, key = self._heads(query), self._heads(key)
         return torch.add(reach, query @ key.mT, alpha=query.shape[-1] ** -0.5).softmax(-1)
 
     def _heads(self, x: Stream) -> Float[Tensor, "seed sample head position part"]:
         return x.unflatten(-1, (self.heads, -1)).transpose(2, 3)
 
-    def _turned(self, x: Stream, end: int) -> Stream:
-        """Turn units i and i + part/2 of every head as a pair; `end` is the number of the position after the last."""
+    def _turned(self, x: Stream, asks: Asks) -> Stream:
+        """Turn units i and i + part/2 of every head as a pair, as far as the position says."""
         if self.turns is None:
             return x
-        sin, cos = self.turns[:, end - x.shape[2] : end, None]
+        sin, cos = asks.of(asks.each(self.turns, dim=1), dim=1)[:, :, None]
         a, b = x.unflatten(-1, (self.heads, -1)).chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(3)
 
@@ -305,10 +329,11 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(Norm(draw, width) for _ in range(2) if config.norm != "none")
 
     def forward(
-        self, x: Stream, reach: Tensor, *, last: int, noise: Maybe, skips: Maybe, kept: Kept
+        self, x: Stream, reach: Tensor, *, asks: Asks, noise: Maybe, skips: Maybe, kept: Kept
     ) -> Float[Tensor, "seed sample place width"]:
-        x = self._around(0, x, skips, partial(self.attention, reach=reach, last=last, noise=noise, kept=kept))
-        x = self._around(1, x, skips, partial(self._mlp, noise=noise, kept=kept))
+        y = self.attention(self._before(0, x), reach, asks=asks, noise=noise, kept=kept)
+        x = self._around(0, asks.of(x, dim=2), y, skips)
+        x = self._around(1, x, self._mlp(self._before(1, x), noise=noise, kept=kept), skips)
         kept.get("residual", []).append(x)
         return x
 
@@ -317,13 +342,14 @@ class Layer(nn.Module):
         kept.get("hidden", []).append(hidden)
         return self.drop(self.upper(self.drop(hidden, noise, "hidden")), noise, "mlp")
 
-    def _around(self, part: int, x: Stream, skips: Maybe, function: Callable[[Tensor], Tensor]) -> Tensor:
-        y = function(self.norms[part](x) if self.order == "pre" else x)
-        own = x[:, :, -y.shape[2] :]  # attention may have kept the last positions alone
+    def _before(self, part: int, x: Stream) -> Stream:
+        return self.norms[part](x) if self.order == "pre" else x
+
+    def _around(self, part: int, x: Stream, y: Stream, skips: Maybe) -> Stream:
         if skips is not None:
-            y = torch.addcmul(y, own, skips[:, part, None, None, None])
+            y = torch.addcmul(y, x, skips[:, part, None, None, None])
         elif self.residual[part]:
-            y = own + y
+            y = x + y
         return self.norms[part](y) if self.order == "post" else y
 
 
@@ -375,31 +401,42 @@ class Decoder(nn.Module):
         self.head = None if config.tied else Linear(draw, "head", width, outputs, bias=config.head_bias)
 
     def forward(
-        self, tokens: Tensor, *, last: int = 0, noise: Maybe = None, multiplicity: Maybe = None
+        self, tokens: Tensor, *, last: int = 0, lengths: Lengths = None, noise: Maybe = None, multiplicity: Maybe = None
     ) -> Float[Tensor, "seed sample place output"]:
         """Return the logits.
 
         Args:
             tokens: [sample, position], or [seed, sample, position] where each seed has its own.
             last: how many of the last positions' logits, 0 for all; the last layer computes no others.
+            lengths: of several sequences that stand one after the other. Each sees itself alone and has positions and
+                last positions of its own: the same as one call for each, in fewer and larger products.
             noise: `joma.noise.key` of the seeds and the step, for dropout; without it there is no dropout.
             multiplicity: shaped like tokens, with or without the seed axis. A position of multiplicity m stands for m
                 equal ones, 0 for none: ln m is added to its scores. Without positional encoding and dropout this is
                 exact for padding that repeats at the start, and under a full mask for any tokens that repeat.
         """
-        return self.read(self.states(tokens, last=last, noise=noise, multiplicity=multiplicity))
+        return self.read(self.states(tokens, last=last, lengths=lengths, noise=noise, multiplicity=multiplicity))
 
     def states(
-        self, tokens: Tensor, *, last: int = 0, noise: Maybe = None, multiplicity: Maybe = None, kept: Kept = _NONE
+        self,
+        tokens: Tensor,
+        *,
+        last: int = 0,
+        lengths: Lengths = None,
+        noise: Maybe = None,
+        multiplicity: Maybe = None,
+        kept: Kept = _NONE,
     ) -> Float[Tensor, "seed sample place width"]:
         """Return the residual stream after the last layer, which `read` turns into logits."""
-        self._check(tokens, multiplicity)
-        x, keys = self.entrance(self._embed(tokens), self.positions, noise)
+        asks = Asks((tokens.shape[-1],) if lengths is None else tuple(lengths), last)
+        self._check(tokens, multiplicity, asks)
+        positions = None if self.positions is None else asks.each(self.positions, dim=1)
+        x, keys = self.entrance(self._embed(tokens), positions, noise)
         kept.get("residual", []).append(x)
-        reach = self._reach(x, multiplicity)
+        reach, end = self._reach(x, multiplicity, asks), len(self.layers) - 1
         for number, (layer, key) in enumerate(zip(self.layers, keys, strict=True)):
             skips = None if self.skips is None else self.skips[:, number]
-            x = layer(x, reach, last=last * (number == len(self.layers) - 1), noise=key, skips=skips, kept=kept)
+            x = layer(x, reach, asks=asks if number == end else asks.all, noise=key, skips=skips, kept=kept)
         return x
 
     def read(self, states: Stream) -> Float[Tensor, "seed sample position output"]:
@@ -415,6 +452,7 @@ class Decoder(nn.Module):
         target: Tensor,
         *,
         last: int = 0,
+        lengths: Lengths = None,
         noise: Maybe = None,
         multiplicity: Maybe = None,
         kept: Kept = _NONE,
@@ -424,10 +462,10 @@ class Decoder(nn.Module):
         Args:
             tokens: as for a call.
             target: what each place should say, [sample, place], or [seed, sample, place] where each seed has its own.
-            last, noise, multiplicity: as for a call.
+            last, lengths, noise, multiplicity: as for a call.
             kept: lists, by names of `WATCHED`, to which every layer appends what it made on the way.
         """
-        states = self.states(tokens, last=last, noise=noise, multiplicity=multiplicity, kept=kept)
+        states = self.states(tokens, last=last, lengths=lengths, noise=noise, multiplicity=multiplicity, kept=kept)
         states = states if self.norm is None else self.norm(states)
         weight = self.embedding.mT if self.head is None else self.head.weight
         bias = None if self.head is None else self.head.bias
@@ -451,26 +489,28 @@ class Decoder(nn.Module):
         table = self.embedding.flatten(0, 1)
         return lookup(rows, table) if table.is_cuda and vocabulary <= FEW else F.embedding(rows, table)
 
-    def _reach(self, x: Stream, multiplicity: Maybe) -> Float[Tensor, "... query key"]:
+    def _reach(self, x: Stream, multiplicity: Maybe, asks: Asks) -> Float[Tensor, "... query key"]:
         """Return what is added to the scores: 0 or ln m, and for what is not to be seen the least finite number."""
         # Not −∞: where there is nothing at all to see it would give NaN, which reaches the others as 0 · NaN.
-        least, length = torch.finfo(x.dtype).min, x.shape[2]
-        reach = torch.zeros(length, length, dtype=x.dtype, device=x.device)
-        if self.config.mask == "causal":
-            reach = reach.masked_fill(torch.ones_like(reach, dtype=torch.bool).triu(1), least)
+        least = torch.finfo(x.dtype).min
+        seen = [torch.ones(length, length, dtype=torch.bool, device=x.device) for length in asks.lengths]
+        seen = torch.block_diag(*(own.tril() if self.config.mask == "causal" else own for own in seen)).bool()
+        reach = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill(~seen, least)
         if multiplicity is None:
             return reach
         return (multiplicity.to(x.dtype).log()[..., None, None, :] + reach).clamp_min(least)
 
-    def _check(self, tokens: Tensor, multiplicity: Maybe) -> None:
+    def _check(self, tokens: Tensor, multiplicity: Maybe, asks: Asks) -> None:
         seeds, vocabulary, _ = self.embedding.shape
         if tokens.ndim < 2 or tokens.shape[:-2] not in ((), (seeds,)) or tokens.is_floating_point():
             expected = f"whole numbers [sample, position] or [seed, sample, position] of {seeds} seeds"
             raise InputError("tokens", expected, f"{tokens.dtype} {tuple(tokens.shape)}", "give token numbers")
-        length, most = tokens.shape[-1], self.config.length
-        if length < 1 or (most is not None and length > most):
-            expected = "of at least 1 position" if most is None else f"of 1 to {most} positions"
-            raise InputError("tokens", expected, length, "cut them or raise `length`")
+        if sum(asks.lengths) != tokens.shape[-1]:
+            raise InputError("lengths", f"adding up to {tokens.shape[-1]}", asks.lengths, "give those of all sequences")
+        least, most = max(1, asks.last), self.config.length
+        if min(asks.lengths) < least or (most is not None and max(asks.lengths) > most):
+            expected = f"of at least {least} position(s)" if most is None else f"of {least} to {most} positions"
+            raise InputError("tokens", expected, ", ".join(map(str, asks.lengths)), "cut them or raise `length`")
         if multiplicity is not None and multiplicity.shape not in (tokens.shape, tokens.shape[-2:]):
             got = f"{tuple(multiplicity.shape)} for tokens {tuple(tokens.shape)}"
             raise InputError("multiplicity", "shaped like the tokens", got, "give one number for each position")

@@ -358,14 +358,16 @@ def _legend(panel: Axes, title: str) -> None:
 
 
 def _draw_single(panel: Axes, run: xr.Dataset, names: Sequence[str]) -> None:
-    """Draw exact match at the end against the one layer whose residuals are removed."""
+    """Draw exact match, mean over training, against the one layer whose residuals are removed."""
     for place, part in enumerate(REMOVED, start=1):
         there = sorted(int(name.split()[1]) for name in names if name.startswith(part))
         if there:
-            ends = xr.concat([final(run, f"{part} {layer}") for layer in there], "layer").transpose("layer", "seed")
-            measured(panel, np.array(there) + 0.12 * (place - 2), ends, place, _part(part), linestyle="-")
-    _limit(panel, run)
-    panel.set(xlabel="layer", title="causal, none in one layer")
+            on_the_way = xr.concat([progress(run, f"{part} {layer}") for layer in there], "layer")
+            shown = on_the_way.transpose("layer", "seed")
+            measured(panel, np.array(there) + 0.12 * (place - 2), shown, place, _part(part), linestyle="-")
+    if BASE in run.arm.values:
+        panel.axhline(float(progress(run, BASE).mean()), color="black", label="none")
+    panel.set(xlabel="layer", title="none in one layer, on the way")
     _legend(panel, "residuals removed from")
 
 
@@ -462,7 +464,7 @@ STUDY = Study(
             "Exact match on unseen pairs over training, mean and range over seeds; grey, the most that any predictor "
             "can reach that knows no order. (a) Causal and (b) full mask, by positional encoding; (c) no encoding, "
             "causal mask, residual connections around attention, the MLP or both removed in all layers; (d) if there "
-            "are such arms, at the end, removed in one layer alone.",
+            "are such arms, removed in one layer alone: the mean over the steps of training, black with all of them.",
         ),
         "slices": Drawing(
             draw_slices,

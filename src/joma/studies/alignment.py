@@ -156,6 +156,7 @@ def _trained(config: Config, context: Context, arm: str, classes: int, children:
         precision=config.precision,
         compiled=config.compiled,
         dynamic=True,
+        gradients=False,
         label=f"alignment, {ARM_NAMES[arm]}, {classes} classes, {children} children",
     )
     names = [cell(classes, children, latents) for latents in config.latents]

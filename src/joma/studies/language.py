@@ -210,6 +210,7 @@ def train(
         seeds=None,
         precision=setting.precision,
         save=context.saves(setting.steps),
+        gradients=False,
         label=label,
     )
     found = found.assign_coords(layer=np.arange(layers), head=np.arange(setting.heads))

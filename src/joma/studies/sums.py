@@ -168,7 +168,7 @@ def _residual(setting: Setting, context: Context, chosen: Mapping[str, Arm]) -> 
 def options(setting: Setting, context: Context) -> dict[str, Any]:
     """How a setting trains: rule, steps and precision, and when to save; on CUDA, where it is short, at its end."""
     fixed = {"steps": setting.steps, "precision": setting.precision, "save": context.saves(setting.steps)}
-    return {"optimiser": _optimiser(setting), **fixed}
+    return {"optimiser": _optimiser(setting), "gradients": False, **fixed}
 
 
 def _optimiser(setting: Setting) -> Optimiser:
@@ -196,8 +196,16 @@ def surprisal(model: Decoder, tokens: Int[Tensor, "*seed sample position"], digi
     begin, length = addition.answer(digits).start, tokens.shape[-1]
     if model.config.mask == "causal":
         return model.surprisal(tokens[..., :-1], tokens[..., begin:], last=length - begin)
-    own = [model.surprisal(tokens[..., :n], tokens[..., n : n + 1], last=1) for n in range(begin, length)]
-    return torch.cat(own, dim=-1)
+    return model.surprisal(prefixes(tokens, begin), tokens[..., begin:], last=1, lengths=range(begin, length))
+
+
+def prefixes(tokens: Int[Tensor, "*lead position"], begin: int) -> Int[Tensor, "*lead places"]:
+    """Return what stands before each position from `begin` on, one after the other.
+
+    >>> prefixes(torch.tensor([7, 8, 9]), 1)
+    tensor([7, 7, 8])
+    """
+    return torch.cat([tokens[..., :n] for n in range(begin, tokens.shape[-1])], dim=-1)
 
 
 @torch.no_grad()
@@ -207,7 +215,8 @@ def exact_match(model: Decoder, tokens: Int[Tensor, "sample position"], digits: 
     It is also the share that is right if the model reads its own digits: up to the first wrong one they are the same.
     """
     begin, models = addition.answer(digits).start, len(model.embedding)
-    rows = max(1, AT_ONCE[tokens.device.type] // (models * tokens.shape[1]))
+    places = tokens.shape[1] if model.config.mask == "causal" else sum(range(begin, tokens.shape[1]))
+    rows = max(1, AT_ONCE[tokens.device.type] // (models * places))
     right = [_said(model, part, begin).eq(part[:, begin:]).all(dim=-1).sum(dim=-1) for part in tokens.split(rows)]
     return torch.stack(right).sum(dim=0).double() / len(tokens)
 
@@ -215,7 +224,7 @@ def exact_match(model: Decoder, tokens: Int[Tensor, "sample position"], digits: 
 def _said(model: Decoder, tokens: Int[Tensor, "sample position"], begin: int) -> Int[Tensor, "seed sample digit"]:
     if model.config.mask == "causal":
         return model(tokens[:, :-1], last=tokens.shape[1] - begin).argmax(dim=-1)
-    return torch.cat([model(tokens[:, :n], last=1).argmax(dim=-1) for n in range(begin, tokens.shape[1])], dim=-1)
+    return model(prefixes(tokens, begin), last=1, lengths=range(begin, tokens.shape[1])).argmax(dim=-1)
 
 
 @torch.no_grad()

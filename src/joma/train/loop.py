@@ -57,6 +57,7 @@ def fit(
     precision: str = "highest",
     compiled: bool = True,
     dynamic: bool = False,
+    gradients: bool = True,
     progress: Progress = SILENT,
     label: str = "training",
 ) -> xr.Dataset:
@@ -65,7 +66,8 @@ def fit(
         θ_s ← θ_s − rule(∂L_s/∂θ_s),    L_s = loss(model, step)[s]
 
     At step n the model has been updated n times. `record` is called between the backward pass and the update, so that
-    it sees the parameters *and* the gradients of that step; at the last step there is no update any more.
+    it sees the parameters *and* the gradients of that step; at the last step there is no update any more. If it asks
+    for no gradients (`gradients=False`), a step that is recorded can be a replay too, on CUDA.
 
     A seed whose loss is not finite is frozen where it is, and NaN is recorded for it from that step on; the others go
     on undisturbed.
@@ -85,6 +87,7 @@ def fit(
         precision: of float32 matrix products on CUDA, a name of `PRECISIONS`; the CPU's are always exact.
         compiled: whether the parts that the model calls `compiled` are compiled on CUDA before a step is captured.
         dynamic: compile for all sizes at once, where several models of other sizes train one after the other.
+        gradients: whether `record` looks at gradients.
         progress, label: where to report progress, and under which words.
 
     Returns:
@@ -101,7 +104,8 @@ def fit(
     steps = whole("steps", steps, low=0)
     moments = _moments(range(steps + 1) if at is None else at, steps)
     saves = frozenset(schedule.every(max(1, steps // 10), steps) if save is None else save)
-    training = _Training(model, loss, optimiser, record, precision=precision, compiled=compiled, dynamic=dynamic)
+    options = {"precision": precision, "compiled": compiled, "dynamic": dynamic, "gradients": gradients}
+    training = _Training(model, loss, optimiser, record, **options)
     labels = _labels(seeds, training.diverged)
     store = None if checkpoints is None else Checkpoints(checkpoints)
     start, finished = training.resume(store, steps)
@@ -137,15 +141,16 @@ class _Training(Generic[Model]):
         precision: str,
         compiled: bool,
         dynamic: bool,
+        gradients: bool = True,
     ) -> None:
         self.model, self.loss, self.optimiser, self.record = model, loss, optimiser, record
-        self.half, self.compiled, self.dynamic = precision == "bf16", compiled, dynamic
+        self.half, self.compiled, self.dynamic, self.gradients = precision == "bf16", compiled, dynamic, gradients
         self.seeds = _seeds(model)
         self.rule = optimiser.build(model)
         device = next(model.parameters()).device
         self.now = torch.zeros((), dtype=torch.long, device=device)
         self.diverged = torch.full((self.seeds,), NEVER, dtype=torch.long, device=device)
-        self.losses = torch.zeros(self.seeds, device=device)
+        self.losses = self.replayed = torch.zeros(self.seeds, device=device)
         self.recorded: dict[str, list[Tensor]] = {}
         self.on_cuda = device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -158,9 +163,13 @@ class _Training(Generic[Model]):
             self._capture()
 
     def step(self, step: int, *, record: bool, update: bool) -> None:
-        """One step: eager where something is recorded and on the CPU, otherwise a replay of the captured one."""
-        if self.graph is not None and not record and update:
+        """One step: eager where gradients are recorded and on the CPU, otherwise a replay of the captured one."""
+        if self.graph is not None and update and not (record and self.gradients):
+            before = _moved(self.record(self.model, step)) if record else {}
             self.graph.replay()
+            self.losses = self.replayed
+            if record:
+                _keep(self.recorded, {"loss": self.losses, **before}, self._lost())
             return
         self.now.fill_(step)
         self._backward()
@@ -205,6 +214,7 @@ class _Training(Generic[Model]):
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self._captured_step()
+            self.replayed = self.losses  # where every replay leaves them
 
     @contextmanager
     def _halved(self) -> Iterator[None]:
@@ -362,13 +372,18 @@ def _labels(seeds: Sequence[int] | None, diverged: Tensor) -> Sequence[int]:
     return labels
 
 
+def _moved(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU: a step that follows may change what the values are views of."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+
+
 def _keep(recorded: dict[str, list[Tensor]], values: Mapping[str, Tensor], lost: Bool[Tensor, " seed"] | None) -> None:
     seeds = values["loss"].shape
     for name, value in values.items():
         if value.shape[:1] != seeds:
             got = f"{name} of shape {tuple(value.shape)} for {len(values['loss'])} seeds"
             raise InputError("record", "tensors with the seed as leading axis", got, "keep that axis")
-        kept = value.detach().to("cpu", copy=True)
+        kept = _moved({name: value})[name]
         if lost is not None and value.is_floating_point():
             kept[lost.cpu()] = torch.nan
         recorded.setdefault(name, []).append(kept)

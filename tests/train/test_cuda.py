@@ -1,0 +1,47 @@
+"""Training on CUDA: a captured step does what an eager one does, however it is recorded and whatever is halved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from joma.models.transformer import Decoder, DecoderConfig
+from joma.train import Optimiser, fit
+from joma.train import optimiser as module
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def trained(**options):
+    config = DecoderConfig(vocabulary=7, width=32, layers=2, heads=2, positions="learned", length=6)
+    model = Decoder(config, generators=[torch.Generator().manual_seed(seed) for seed in range(3)]).cuda()
+    tokens = torch.randint(7, (20, 6), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def loss(model: Decoder, step: Tensor) -> Tensor:
+        rows = tokens[(torch.arange(8, device="cuda") + step) % 20]
+        return model.surprisal(rows[:, :-1], rows[:, 1:]).mean(dim=(1, 2))
+
+    def record(model: Decoder, _: int) -> dict[str, Tensor]:
+        return {"norm": model.layers[0].lower.weight.norm(dim=(1, 2))}  # pyright: ignore[reportAttributeAccessIssue]
+
+    optimiser = Optimiser("adamw", 1e-2, weight_decay=0.01, clip=1.0)
+    return fit(model, loss, optimiser=optimiser, steps=30, at=(0, 3, 10, 29, 30), record=record, **options)
+
+
+@pytest.mark.parametrize("precision", ["highest", "bf16"])
+def test_a_recorded_step_may_be_a_replay(precision):
+    eager, replayed = (trained(precision=precision, compiled=False, gradients=gradients) for gradients in (True, False))
+    for name in ("loss", "norm"):
+        assert float(abs(eager[name] - replayed[name]).max()) < (1e-5 if precision == "highest" else 2e-2)
+    assert bool((eager.loss.isel(step=-1) < 0.8 * eager.loss.isel(step=0)).all())
+
+
+def test_halved_weights_train_as_whole_ones(monkeypatch):
+    whole = trained(precision="bf16", compiled=False, gradients=False)
+    monkeypatch.setattr(module, "LARGE", 1000)
+    halved = trained(precision="bf16", compiled=False, gradients=False)
+    exact = trained(precision="highest", compiled=False)
+    for name in ("loss", "norm"):
+        assert float(abs(whole[name] - halved[name]).max()) < 2e-2
+        assert float(abs(exact[name] - halved[name]).max()) < 5e-2
