@@ -211,6 +211,57 @@ def test_sequences_in_a_row_are_as_each_alone(options, seed, lengths):
         torch.testing.assert_close(together, expected, rtol=1e-11, atol=1e-12)
 
 
+@settings(max_examples=25)
+@given(
+    options=parts(),
+    seed=st.integers(0, 1000),
+    names=st.lists(st.sampled_from(["none", "sinusoidal", "learned"]), min_size=1, max_size=3),
+)
+def test_every_seed_may_have_an_encoding_of_its_own(options, seed, names):
+    """Numbers and slopes of each seed are those of a model that has its encoding alone."""
+    config = DecoderConfig(**options | {"positions": "none", "length": 5})
+    seeds, tokens = range(seed, seed + len(names)), sequences(7, (3, 5), seed)
+    model = Decoder(config, generators=streams(*seeds), positions=names, dtype=torch.float64)
+    together = model(tokens)
+    together.square().sum().backward()
+    for place, (own, name) in enumerate(zip(seeds, names, strict=True)):
+        alone = Decoder(dataclasses.replace(config, positions=name), generators=streams(own), dtype=torch.float64)
+        expected = alone(tokens)
+        torch.testing.assert_close(together[[place]], expected, rtol=1e-11, atol=1e-12)
+        expected.square().sum().backward()
+        for key, parameter in alone.named_parameters():
+            if parameter.grad is None:  # frozen
+                assert model.get_parameter(key).grad is None
+                continue
+            torch.testing.assert_close(model.get_parameter(key).grad[[place]], parameter.grad, rtol=1e-9, atol=1e-10)
+        if name != "learned" and "learned" in names:
+            assert not model.positions[place].any()
+            assert not model.positions.grad[place].any()
+
+
+def test_all_else_starts_the_same_whatever_the_encoding():
+    config = {"vocabulary": 5, "width": 4, "layers": 2, "heads": 2, "length": 3}
+    models = [
+        Decoder(DecoderConfig(**config, positions=name), generators=streams(0, 1)) for name in CHOICES["positions"]
+    ]
+    for key, first in models[0].named_parameters():
+        assert all(model.get_parameter(key).equal(first) for model in models)
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "message"),
+    [
+        ({"length": 5}, ["none", "rotary"], "`positions` must be one of none, sinusoidal, learned"),
+        ({"length": 5}, ["none"], "`positions` must be one for each of 2 seeds, got 1"),
+        ({}, ["none", "learned"], "`config` must be without rotary positions, and with a length"),
+        ({"length": 5, "positions": "rotary"}, ["none", "none"], "`config` must be without rotary positions"),
+    ],
+)
+def test_bad_encodings_of_seeds_are_named(config, names, message):
+    with pytest.raises(InputError, match=message):
+        Decoder(DecoderConfig(vocabulary=5, width=4, **config), generators=streams(0, 1), positions=names)
+
+
 def test_lengths_that_do_not_fit_are_named():
     model = make(JOMA)
     with pytest.raises(InputError, match=r"`lengths` must be adding up to 5, got \(2, 2\)"):

@@ -361,6 +361,7 @@ class Decoder(nn.Module):
         generators: one for each seed, whose numbers do not depend on the other seeds.
         residual: [seed, layer, 2], whether each seed has the residual connections around attention and around the MLP;
             where it is not given, the config's are those of all seeds.
+        positions: each seed's own encoding, of those that are added; where it is not given, the config's.
         dtype: of the parameters.
 
     >>> config = DecoderConfig(vocabulary=10, width=8, layers=2, heads=2, positions="rotary", length=5)
@@ -369,7 +370,9 @@ class Decoder(nn.Module):
     torch.Size([3, 4, 5, 10])
     """
 
-    positions: Float[Tensor, "seed length width"] | None
+    positions: Float[Tensor, "seed length width"] | None  # what is added: the same at all times, or learned
+    learns: Float[Tensor, "seed 1 1"] | None  # 1 for those seeds that learn theirs, where others have `waves`
+    waves: Float[Tensor, "seed length width"] | None
     skips: Float[Tensor, "seed layer 2"] | None
     compiled = (Entrance, Layer)  # what a training loop may compile; one graph serves all layers
 
@@ -379,6 +382,7 @@ class Decoder(nn.Module):
         *,
         generators: Sequence[torch.Generator],
         residual: Maybe = None,
+        positions: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -389,16 +393,53 @@ class Decoder(nn.Module):
         self.register_buffer("skips", None if residual is None else residual.to(dtype), persistent=False)
         self.config, width, draw = config, config.width, _Draw(INITS[config.init], generators, dtype)
         self.embedding = draw("embedding", config.vocabulary, width)
-        self.register_buffer("positions", None, persistent=False)
-        if config.positions == "learned":
-            self.positions = draw("embedding", config.length or 0, width)
-        elif config.positions == "sinusoidal":  # sine and cosine by turns, the same for every seed
-            self.positions = _waves(config, width, dtype).permute(1, 2, 0).flatten(1)[None, :, :width]
         self.entrance = Entrance(config)
         self.layers = nn.ModuleList(Layer(config, draw, number) for number in range(config.layers))
         self.norm = Norm(draw, width) if config.norm == "pre" else None
         outputs = config.outputs or config.vocabulary
         self.head = None if config.tied else Linear(draw, "head", width, outputs, bias=config.head_bias)
+        self._place(draw, positions)
+
+    def _place(self, draw: _Draw, names: Sequence[str] | None) -> None:
+        """Make the positional encodings; learned ones are drawn last, so that all else starts as it does without."""
+        for name in ("positions", "learns", "waves"):
+            self.register_buffer(name, None, persistent=False)
+        own, seeds, length = (
+            [self.config.positions] if names is None else names,
+            len(draw.generators),
+            self.config.length,
+        )
+        if names is not None:
+            self._check_positions(names, seeds)
+        if not {"sinusoidal", "learned"} & {*own}:
+            return
+        # Sine and cosine by turns, the same for every seed.
+        waves = _waves(self.config, self.config.width, draw.dtype).permute(1, 2, 0).flatten(1)[:, : self.config.width]
+        self.positions = torch.stack([waves * (name == "sinusoidal") for name in own])
+        if "learned" in own:
+            drawn = draw("embedding", length or 0, self.config.width)
+            if len({*own}) > 1:
+                self.waves = self.positions
+                self.learns = torch.tensor([name == "learned" for name in own]).to(draw.dtype)[:, None, None]
+                drawn = nn.Parameter(drawn.detach() * self.learns)
+            self.positions = drawn
+
+    def _check_positions(self, names: Sequence[str], seeds: int) -> None:
+        added = {name: what for name, what in CHOICES["positions"].items() if name != "rotary"}
+        for name in names:
+            choice("positions", name, added)
+        if len(names) != seeds:
+            raise InputError("positions", f"one for each of {seeds} seeds", len(names), "give one a seed")
+        if self.config.positions == "rotary" or (self.config.length is None and {*names} != {"none"}):
+            got = f"{self.config.positions} positions, length {self.config.length}"
+            raise InputError("config", "without rotary positions, and with a length", got, "change it")
+
+    @property
+    def added(self) -> Float[Tensor, "seed length width"] | None:
+        """What is added to the embeddings for their positions; None for nothing."""
+        if self.positions is None or self.learns is None or self.waves is None:
+            return self.positions
+        return self.waves + self.learns * self.positions
 
     def forward(
         self, tokens: Tensor, *, last: int = 0, lengths: Lengths = None, noise: Maybe = None, multiplicity: Maybe = None
@@ -430,7 +471,8 @@ class Decoder(nn.Module):
         """Return the residual stream after the last layer, which `read` turns into logits."""
         asks = Asks((tokens.shape[-1],) if lengths is None else tuple(lengths), last)
         self._check(tokens, multiplicity, asks)
-        positions = None if self.positions is None else asks.each(self.positions, dim=1)
+        added = self.added
+        positions = None if added is None else asks.each(added, dim=1)
         x, keys = self.entrance(self._embed(tokens), positions, noise)
         kept.get("residual", []).append(x)
         reach, end = self._reach(x, multiplicity, asks), len(self.layers) - 1

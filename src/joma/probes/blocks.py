@@ -104,11 +104,6 @@ def _seen(scores: Scores, mask: Tensor, row: Int[Tensor, " row"]) -> Int[Tensor,
     return seen.sum(dim=-1)
 
 
-def blocked(scores: Scores) -> Rows:
-    """Any mask, bias, shape and device, in float32 or float64."""
-    return Rows(*_by_blocks(scores, _tile(scores), _row_sums))
-
-
 def bounded(scores: Scores) -> Rows:
     """Scores within ±30 on the CPU, without a mask: H = ln z − a/z from z = Σ exp(s), a = Σ s exp(s), nothing shifted.
 
@@ -130,11 +125,11 @@ def bounded(scores: Scores) -> Rows:
     return Rows(entropy, None)
 
 
-def _by_blocks(scores: Scores, tile: Shape, sums: Callable[..., Tensor]) -> Float[Tensor, "result batch head query"]:
-    (batch, head, queries, _), keys = scores.query.shape, scores.key.shape[2]
+def blocked(scores: Scores) -> Rows:
+    """Any mask, bias, shape and device, in float32 or float64."""
+    (batch, head, queries, _), keys, tile = scores.query.shape, scores.key.shape[2], _tile(scores)
     rows, columns = min(queries, tile.queries), min(keys, tile.keys)
     results = torch.empty(2, batch, head, queries, dtype=scores.dtype, device=scores.query.device)
-    results[1] = torch.nan
     count, pieces = _pieces(scores, max(1, tile.scores // (rows * columns)))
     space = torch.empty(2, count * rows * columns, dtype=scores.dtype, device=scores.query.device)
     with exact_products(scores.query.device):
@@ -145,9 +140,9 @@ def _by_blocks(scores: Scores, tile: Shape, sums: Callable[..., Tensor]) -> Floa
                 query = scores.query[at].to(scores.dtype) * scores.scale
                 mask = None if scores.mask is None else scores.mask[at]
                 begun = first if scores.causal else None
-                found = sums(query.flatten(0, 1), key, mask, begun, space=space, columns=columns)
-                results[(slice(len(found)), *at)] = found.unflatten(1, query.shape[:2])
-    return results
+                found = _row_sums(query.flatten(0, 1), key, mask, begun, space=space, columns=columns)
+                results[(slice(None), *at)] = found.unflatten(1, query.shape[:2])
+    return Rows(*results)
 
 
 def _row_sums(

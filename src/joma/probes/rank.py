@@ -27,7 +27,7 @@ from joma.arguments import InputError, real, whole
 from joma.probes.blocks import exact_products
 
 _SMALL = 256  # rows up to which A itself is squared
-_SQUARINGS = 16
+_SQUARINGS, _BETWEEN = 16, 4  # in all, and from one scaling to the next
 _BLOCK = 16
 _FIRST = 8  # block steps before the bounds are looked at
 _MOST = 40  # block steps, if the bound is not reached before
@@ -114,15 +114,17 @@ def _small(w: Float[Tensor, "*batch row column"], size: Float[Tensor, "*batch 1 
 
 
 def _enclosed(a: Float[Tensor, "*batch row row"]) -> Bounds:
-    """Enclose the largest eigenvalue of positive matrices by repeated squaring, each power scaled to trace 1."""
-    trace = a.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
-    power = a / torch.where(trace > 0, trace, 1)[..., None, None]
-    log = trace.log()
-    for n in range(_SQUARINGS):
-        power = power @ power
+    """Enclose the largest eigenvalue of positive matrices by repeated squaring, every fourth power scaled to trace 1.
+
+    A trace of 1 falls to n⁻¹⁵ at least by four squarings of n rows, which float64 holds with room to spare.
+    """
+    log, power = torch.zeros_like(a[..., 0, 0]), a
+    for n in range(0, _SQUARINGS + 1, _BETWEEN):
         own = power.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+        log = log + own.log() / 2**n
         power = power / torch.where(own > 0, own, 1)[..., None, None]
-        log = log + own.log() / 2 ** (n + 1)
+        for _ in range(_BETWEEN if n < _SQUARINGS else 0):
+            power = power @ power
     lower = (a * power).sum(dim=(-2, -1))  # both symmetric: the trace of their product
     return Bounds(lower, torch.maximum(log.exp(), lower))
 

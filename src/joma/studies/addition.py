@@ -51,12 +51,12 @@ class Config(sums.Setting):
     """Of these, how many are asked on the way."""
     probed: int = 256
     """Of these, how many the hidden states are read of."""
-    together: int = 55
+    together: int = 120
     """Models, arms times seeds, that train as one."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Train all arms: those of residual connections as one model, those of an encoding and a mask one by one."""
+    """Train all arms, those of one kind as one model."""
     pairs = sums.pairs(config, context)
     asked = pairs.test[: whole("asked", config.asked)]
     tokens = sums.written(config, asked)
@@ -79,14 +79,14 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 
 def groups(chosen: Mapping[str, sums.Arm], most: int) -> Iterator[dict[str, sums.Arm]]:
-    """Yield the arms that can train as one model, of one encoding and mask: at most so many, and evenly dealt.
+    """Yield the arms that can train as one model, of one kind: at most so many, and evenly dealt.
 
     >>> [list(group) for group in groups(sums.pick(["none full", "none causal", "mlp 0", "mlp all"], 1), 2)]
     [['none causal', 'mlp 0'], ['mlp all'], ['none full']]
     """
-    kinds: dict[tuple[str, str], dict[str, sums.Arm]] = {}
+    kinds: dict[tuple[bool, str], dict[str, sums.Arm]] = {}
     for name, arm in chosen.items():
-        kinds.setdefault((arm.positions, arm.mask), {})[name] = arm
+        kinds.setdefault(arm.kind, {})[name] = arm
     for members in kinds.values():
         for names in np.array_split(list(members), -(-len(members) // most)):
             yield {str(name): members[str(name)] for name in names}

@@ -110,7 +110,7 @@ def read(model: Decoder, *, tokens: Int[Tensor, " token"], queries: Int[Tensor, 
     assert attention.query is not None
     assert attention.key is not None
     every = model.embedding.double() * (model.entrance.scale or 1.0)
-    place = 0.0 if model.positions is None else model.positions.double().mean(dim=1, keepdim=True)
+    place = 0.0 if model.added is None else model.added.double().mean(dim=1, keepdim=True)
     e = every[:, tokens.to(every.device)]
     key = _through(e, attention.key) / math.sqrt(e.shape[-1])
     asked = _through(every[:, queries.to(every.device)] + place, attention.query)

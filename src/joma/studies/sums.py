@@ -1,7 +1,7 @@
 """Decoders that learn addition: their parts, how they are trained, and what is asked of them.
 
 Setting of our pilot: 6 layers, 6 heads, width 384, pre-norm, GELU, batch 512, AdamW at 1e-3 with warm-up and cosine.
-Arms that differ in residual connections alone, and all their seeds, are one model with a longer leading axis.
+Arms of one kind, and all their seeds, are one model with a longer leading axis.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class Arm:
     mask: str = "causal"
     residual: tuple[tuple[bool, bool], ...] | None = None
 
+    @property
+    def kind(self) -> tuple[bool, str]:
+        """Arms of one kind can be one model: encodings that are added, or rotary ones, and one mask."""
+        return self.positions == "rotary", self.mask
+
 
 def arms(layers: int) -> dict[str, Arm]:
     """Return all arms by name: encoding x mask, and without encoding under a causal mask, residuals removed.
@@ -126,25 +131,31 @@ def train(
     dims: Mapping[str, Sequence[str]],
     at: Iterable[int] | None = None,
 ) -> xr.Dataset:
-    """Train every seed of arms of one encoding and mask as one model; return its trajectory [arm, seed, step, ...].
+    """Train every seed of arms of one kind as one model; return its trajectory [arm, seed, step, ...].
 
     In every arm a seed starts with the same weights and reads the same batches, drawn anew at each step.
 
     Args:
         setting, context: the setting and the run.
         train_pairs: the pairs to draw from.
-        chosen: arms by name, of one encoding and mask.
+        chosen: arms by name, of one kind.
         label: under which progress is reported and checkpoints are kept.
         record: from the model and the step to named measures [model, ...]; models are arms times seeds.
         dims: names of their axes after the model's.
         at: the steps at which to record, `moments` if not given.
     """
     first = next(iter(chosen.values()))
-    if any((arm.positions, arm.mask) != (first.positions, first.mask) for arm in chosen.values()):
-        raise InputError("chosen", "arms of one encoding and mask", ", ".join(chosen), "train the others apart")
+    if any(arm.kind != first.kind for arm in chosen.values()):
+        raise InputError("chosen", "arms of one kind", ", ".join(chosen), "train rotary ones and other masks apart")
     generators = [own for _ in chosen for own in context.generators()]
     seeds = torch.tensor(context.seeds, device=context.device).repeat(len(chosen))
-    model = Decoder(decoder(setting, first), generators=generators, residual=_residual(setting, context, chosen))
+    positions = [arm.positions for arm in chosen.values() for _ in context.seeds]
+    model = Decoder(
+        decoder(setting, first),
+        generators=generators,
+        residual=_residual(setting, context, chosen),
+        positions=None if first.positions == "rotary" else positions,
+    )
     batch = whole("batch", setting.batch)
 
     def loss(model: Decoder, step: Tensor) -> Float[Tensor, " seed"]:
