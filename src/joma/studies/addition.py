@@ -51,7 +51,7 @@ class Config(sums.Setting):
     """Of these, how many are asked on the way."""
     probed: int = 256
     """Of these, how many the hidden states are read of."""
-    together: int = 120
+    together: int = 60
     """Models, arms times seeds, that train as one."""
 
 
