@@ -266,8 +266,10 @@ def test_lengths_that_do_not_fit_are_named():
     model = make(JOMA)
     with pytest.raises(InputError, match=r"`lengths` must be adding up to 5, got \(2, 2\)"):
         model(sequences(7, (3, 5)), lengths=(2, 2))
-    with pytest.raises(InputError, match="`tokens` must be of at least 2 position"):
+    with pytest.raises(InputError, match="`last` must be at most the positions, 1, 4, got 2"):
         model(sequences(7, (3, 5)), last=2, lengths=(1, 4))
+    with pytest.raises(InputError, match="`last` must be a whole number of at least 0"):
+        model(sequences(7, (3, 5)), last=-1)
 
 
 # ---- torch's own modules ----

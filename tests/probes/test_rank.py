@@ -132,3 +132,10 @@ def test_bad_input_is_named(change, name):
     options = {"weight": torch.ones(3, 3), **change}
     with pytest.raises(InputError, match=f"`{name}` must be"):
         stable_rank(options.pop("weight"), **options)
+
+
+def test_autocast_rounds_nothing():
+    weight = torch.randn(300, 320, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = stable_rank(weight)
+    assert inside.equal(stable_rank(weight))

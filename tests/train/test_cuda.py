@@ -37,10 +37,20 @@ def test_a_recorded_step_may_be_a_replay(precision):
     assert bool((eager.loss.isel(step=-1) < 0.8 * eager.loss.isel(step=0)).all())
 
 
-def test_halved_weights_train_as_whole_ones(monkeypatch):
-    whole = trained(precision="bf16", compiled=False, gradients=False)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_halved_weights_train_as_whole_ones(monkeypatch, compiled):
+    whole = trained(precision="bf16", compiled=compiled, gradients=False)
     monkeypatch.setattr(module, "LARGE", 1000)
-    halved = trained(precision="bf16", compiled=False, gradients=False)
+    names, halve = [], module.PackedRule.halve
+
+    def noted(self, given):
+        found = halve(self, given)
+        names.extend(found)
+        return found
+
+    monkeypatch.setattr(module.PackedRule, "halve", noted)
+    halved = trained(precision="bf16", compiled=compiled, gradients=False)
+    assert "layers.0.lower.weight" in names
     exact = trained(precision="highest", compiled=False)
     for name in ("loss", "norm"):
         assert float(abs(whole[name] - halved[name]).max()) < 2e-2

@@ -125,7 +125,7 @@ def test_a_closed_gate_leaves_the_parameters_as_they_are(monkeypatch):
 def test_halves_have_the_gradients_and_follow_their_parameters(seed, clip, of_half):
     """As a rule whose gradients are rounded to bfloat16, whichever of the two has them."""
     optimiser = Optimiser("adam", 0.1, clip=clip, weight_decay=0.1)
-    models = Numbers(**SHAPES), Numbers(**SHAPES)
+    models = Numbers(**SHAPES).float(), Numbers(**SHAPES).float()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "LARGE", 1)
         patch.setattr(torch, "compile", lambda function, **_: function)
@@ -136,9 +136,9 @@ def test_halves_have_the_gradients_and_follow_their_parameters(seed, clip, of_ha
             for model, rule in zip(models, rules, strict=True):
                 rule.zero_grad()
                 for key, own in model.named_parameters():
-                    own.grad = gradients[key].clone()
+                    own.grad = gradients[key].float()
             rounded = gradients["a"].bfloat16()
-            models[0].a.grad = rounded.double()
+            models[0].a.grad = rounded.float()
             if of_half:
                 models[1].a.grad, halves["a"].grad = None, rounded
             for rule in rules:
@@ -146,6 +146,16 @@ def test_halves_have_the_gradients_and_follow_their_parameters(seed, clip, of_ha
             assert halves["a"].equal(models[1].a.bfloat16())
     for key in SHAPES:
         torch.testing.assert_close(getattr(models[1], key), getattr(models[0], key), rtol=1e-6, atol=1e-6)
+
+
+def test_what_both_have_of_a_gradient_is_added_and_only_float32_is_halved(monkeypatch):
+    monkeypatch.setattr(module, "LARGE", 1)
+    assert not PackedRule(Optimiser("adam"), Numbers(**SHAPES)).halve(["a"])
+    model = Numbers(**SHAPES).float()
+    rule = PackedRule(Optimiser("adam"), model)
+    (half,) = rule.halve(["a"]).values()
+    model.a.grad, half.grad = torch.full_like(model.a, -1.0), torch.full_like(half, 100.0)
+    assert rule._gradients(["a"])[0].eq(99.0).all()
 
 
 def test_a_parameter_without_gradient_is_named(monkeypatch):

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from joma.gpu import TRITON
+
 MOST = 64  # positions
 _PARTS = (16, 32, 64, 128)  # units of a head
 _GIVEN = "Tensor query, Tensor key, Tensor value, Tensor reach"
@@ -29,7 +31,7 @@ Reach = Float[Tensor, "asks position"]
 def fits(value: Stream, heads: int) -> bool:
     """Whether there is a kernel for values of this kind and so many heads."""
     shape = value.shape[2] <= MOST and value.shape[-1] // heads in _PARTS
-    return value.is_cuda and value.dtype in _HALF and shape
+    return TRITON and value.is_cuda and value.dtype in _HALF and shape
 
 
 def short_attention(query: Asking, key: Stream, value: Stream, reach: Reach, *, heads: int) -> Asking:

@@ -4,8 +4,6 @@
 # pyright: basic, reportMissingImports=false
 # ruff: noqa: PLR0917
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from joma.gpu import jit
+
 _LEAST = 16  # the tensor cores' smallest factor
-
-
-def _jit(function: Callable[..., object]) -> Any:
-    """Compile the function as it is written: a checker of annotations may have wrapped it."""
-    return triton.jit(inspect.unwrap(function))
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, reach: Tensor, heads: int) -> Tensor:
@@ -57,24 +52,28 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor
         )
 
 
-@_jit
+@jit
+def _places(length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
+    """Where [ROWS, PART] of this program's sample and head lie, and which of them are among its `length` positions."""
+    sample = (tl.program_id(0) // heads).to(tl.int64)
+    rows = tl.arange(0, ROWS)
+    first = ((sample * length + rows) * heads + tl.program_id(0) % heads) * PART
+    return first[:, None] + tl.arange(0, PART)[None, :], (rows < length)[:, None]
+
+
+@jit
 def _load(at, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
-    """Return [ROWS, PART] of this program's sample and head, with zeros after its `length` positions."""
-    sample = (tl.program_id(0) // heads).to(tl.int64)
-    rows = tl.arange(0, ROWS)
-    places = ((sample * length + rows) * heads + tl.program_id(0) % heads)[:, None] * PART + tl.arange(0, PART)[None, :]
-    return tl.load(at + places, mask=(rows < length)[:, None], other=0.0)
+    places, inside = _places(length, heads, PART, ROWS)
+    return tl.load(at + places, mask=inside, other=0.0)
 
 
-@_jit
+@jit
 def _store(at, values, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
-    sample = (tl.program_id(0) // heads).to(tl.int64)
-    rows = tl.arange(0, ROWS)
-    places = ((sample * length + rows) * heads + tl.program_id(0) % heads)[:, None] * PART + tl.arange(0, PART)[None, :]
-    tl.store(at + places, values.to(at.dtype.element_ty), mask=(rows < length)[:, None])
+    places, inside = _places(length, heads, PART, ROWS)
+    tl.store(at + places, values.to(at.dtype.element_ty), mask=inside)
 
 
-@_jit
+@jit
 def _weights(query, key, reach_at, asks, keys, scale, ASKS: tl.constexpr, KEYS: tl.constexpr):
     rows, columns = tl.arange(0, ASKS)[:, None], tl.arange(0, KEYS)[None, :]
     inside = (rows < asks) & (columns < keys)
@@ -85,7 +84,7 @@ def _weights(query, key, reach_at, asks, keys, scale, ASKS: tl.constexpr, KEYS: 
     return e / tl.sum(e, 1)[:, None]
 
 
-@_jit
+@jit
 def _forward(
     query_at,
     key_at,
@@ -106,7 +105,7 @@ def _forward(
     _store(output_at, tl.dot(p.to(value.dtype), value, input_precision="ieee"), asks, heads, PART, ASKS)
 
 
-@_jit
+@jit
 def _backward(
     query_at,
     key_at,

@@ -206,7 +206,7 @@ class Asks(NamedTuple):
 
     @property
     def all(self) -> Asks:
-        return self._replace(last=0)
+        return Asks(self.lengths, 0)
 
     def of(self, x: Tensor, *, dim: int) -> Tensor:
         """Return those who ask of all positions along an axis."""
@@ -404,22 +404,17 @@ class Decoder(nn.Module):
         """Make the positional encodings; learned ones are drawn last, so that all else starts as it does without."""
         for name in ("positions", "learns", "waves"):
             self.register_buffer(name, None, persistent=False)
-        own, seeds, length = (
-            [self.config.positions] if names is None else names,
-            len(draw.generators),
-            self.config.length,
-        )
+        width, own = self.config.width, [self.config.positions]
         if names is not None:
-            self._check_positions(names, seeds)
-        if not {"sinusoidal", "learned"} & {*own}:
-            return
-        # Sine and cosine by turns, the same for every seed.
-        waves = _waves(self.config, self.config.width, draw.dtype).permute(1, 2, 0).flatten(1)[:, : self.config.width]
-        self.positions = torch.stack([waves * (name == "sinusoidal") for name in own])
+            self._check_positions(names, len(draw.generators))
+            own = list(names)
+        if "sinusoidal" in own:  # sine and cosine by turns, the same for every seed that has them
+            waves = _waves(self.config, width, draw.dtype).permute(1, 2, 0).flatten(1)[:, :width]
+            self.positions = torch.stack([waves * (name == "sinusoidal") for name in own])
         if "learned" in own:
-            drawn = draw("embedding", length or 0, self.config.width)
+            drawn = draw("embedding", self.config.length or 0, width)
             if len({*own}) > 1:
-                self.waves = self.positions
+                self.waves = torch.zeros_like(drawn) if self.positions is None else self.positions
                 self.learns = torch.tensor([name == "learned" for name in own]).to(draw.dtype)[:, None, None]
                 drawn = nn.Parameter(drawn.detach() * self.learns)
             self.positions = drawn
@@ -450,7 +445,7 @@ class Decoder(nn.Module):
             tokens: [sample, position], or [seed, sample, position] where each seed has its own.
             last: how many of the last positions' logits, 0 for all; the last layer computes no others.
             lengths: of several sequences that stand one after the other. Each sees itself alone and has positions and
-                last positions of its own: the same as one call for each, in fewer and larger products.
+                last positions of its own: without dropout the same as one call for each, in fewer and larger products.
             noise: `joma.noise.key` of the seeds and the step, for dropout; without it there is no dropout.
             multiplicity: shaped like tokens, with or without the seed axis. A position of multiplicity m stands for m
                 equal ones, 0 for none: ln m is added to its scores. Without positional encoding and dropout this is
@@ -469,7 +464,7 @@ class Decoder(nn.Module):
         kept: Kept = _NONE,
     ) -> Float[Tensor, "seed sample place width"]:
         """Return the residual stream after the last layer, which `read` turns into logits."""
-        asks = Asks((tokens.shape[-1],) if lengths is None else tuple(lengths), last)
+        asks = Asks((tokens.shape[-1],) if lengths is None else tuple(lengths), whole("last", last, low=0))
         self._check(tokens, multiplicity, asks)
         added = self.added
         positions = None if added is None else asks.each(added, dim=1)
@@ -536,7 +531,7 @@ class Decoder(nn.Module):
         # Not −∞: where there is nothing at all to see it would give NaN, which reaches the others as 0 · NaN.
         least = torch.finfo(x.dtype).min
         seen = [torch.ones(length, length, dtype=torch.bool, device=x.device) for length in asks.lengths]
-        seen = torch.block_diag(*(own.tril() if self.config.mask == "causal" else own for own in seen)).bool()
+        seen = torch.block_diag(*(own.tril() if self.config.mask == "causal" else own for own in seen))
         reach = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill(~seen, least)
         if multiplicity is None:
             return reach
@@ -547,12 +542,14 @@ class Decoder(nn.Module):
         if tokens.ndim < 2 or tokens.shape[:-2] not in ((), (seeds,)) or tokens.is_floating_point():
             expected = f"whole numbers [sample, position] or [seed, sample, position] of {seeds} seeds"
             raise InputError("tokens", expected, f"{tokens.dtype} {tuple(tokens.shape)}", "give token numbers")
-        if sum(asks.lengths) != tokens.shape[-1]:
+        if sum(asks.lengths) != tokens.shape[-1] or not asks.lengths:
             raise InputError("lengths", f"adding up to {tokens.shape[-1]}", asks.lengths, "give those of all sequences")
-        least, most = max(1, asks.last), self.config.length
-        if min(asks.lengths) < least or (most is not None and max(asks.lengths) > most):
-            expected = f"of at least {least} position(s)" if most is None else f"of {least} to {most} positions"
-            raise InputError("tokens", expected, ", ".join(map(str, asks.lengths)), "cut them or raise `length`")
+        most, got = self.config.length, ", ".join(map(str, asks.lengths))
+        if min(asks.lengths) < 1 or (most is not None and max(asks.lengths) > most):
+            expected = "of at least 1 position" if most is None else f"of 1 to {most} positions"
+            raise InputError("tokens", expected, got, "cut them or raise `length`")
+        if asks.last > min(asks.lengths):
+            raise InputError("last", f"at most the positions, {got}", asks.last, "ask for fewer")
         if multiplicity is not None and multiplicity.shape not in (tokens.shape, tokens.shape[-2:]):
             got = f"{tuple(multiplicity.shape)} for tokens {tuple(tokens.shape)}"
             raise InputError("multiplicity", "shaped like the tokens", got, "give one number for each position")

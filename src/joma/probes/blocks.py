@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
+
+from joma.gpu import TRITON
 
 HIDDEN = -1e30  # a score that is hidden: exp gives 0, and 0 times it is still 0, which −inf would make NaN
 _COPIES = 2**26  # bytes of keys, queries or outputs copied at a time
@@ -43,8 +44,8 @@ class Shape(NamedTuple):
 _TILES = {"cpu": Shape(2**18, 128, 1024), "cuda": Shape(2**24, 512, 4096)}
 # Of each thread: strips of keys, on the diagonal squares of 64 queries, between the two squares of 64, 128 and 256.
 _STRIPS = Shape(2**19, 64, 512)
-_THREADS = 8  # as many heads at once at most: a thread then works on a head of its own, which stays in its cache
-_BOUND = 30.0  # exp(−60) of the largest weight is still far from the least float32
+_THREADS = 8  # counted at most: with a head each, what a thread works on stays in its cache
+_BOUND = 30.0  # sums of exp(±30) without a shift are far from what float32 cannot hold
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def bounded(scores: Scores) -> Rows:
             cover = _cover(queries, keys, scores.causal, most)
             a, z = _power_sums(query.flatten(0, 1), key, cover, space).double()
             entropy[part] = (z.log() - math.log(2) * a / z).unflatten(0, query.shape[:2]).float()
-    return Rows(entropy, None)
+    return Rows(entropy.clamp_(min=0), None)  # rounding alone goes below 0
 
 
 def blocked(scores: Scores) -> Rows:
@@ -289,7 +290,7 @@ def _identity(
         key = scores.key[shared] if dtype in _HALF else _centred(scores.key[shared], dtype)
         output, lse = kernel(query, pad(key, (0, -dim % multiple)), scores.causal, scores.scale)
         entropy[part] = lse[..., :queries] - scores.scale * output.float().mul_(query).sum(dim=-1)
-    return Rows(entropy, None)
+    return Rows(entropy.clamp_(min=0), None)  # two large numbers cancel
 
 
 def _efficient_kernel(query: Tensor, key: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -324,7 +325,7 @@ def _fits_kernel(scores: Scores) -> bool:
 @cache
 def _compiles(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Try the kernel once: it needs triton, and triton a compiler and a GPU that it knows."""
-    if find_spec("triton") is None:
+    if not TRITON:
         return False
     one = torch.ones(1, 1, 16, dim, device=device, dtype=dtype)
     try:
@@ -376,9 +377,7 @@ def rows(scores: Scores, order: tuple[str, ...], *, largest: bool = False) -> Ro
     """Return the rows by the first way of `order` that fits."""
     ways = (IMPLEMENTATIONS[name] for name in order)
     way = next(way for way in ways if way.fits(scores) and (way.largest or not largest))
-    found = way.rows(scores)
-    # Sums of terms of one sign are never below 0; differences of large numbers are, by rounding.
-    return found if way.largest else Rows(found.entropy.clamp_(min=0), None)
+    return way.rows(scores)
 
 
 def _centred(key: Float[Tensor, "*batch key dim"], dtype: torch.dtype) -> Float[Tensor, "*batch key dim"]:

@@ -1,30 +1,23 @@
 """The sums of `blocks` in one pass on a GPU: query by key products stay in registers, and no value is multiplied.
 
-Written in triton, which comes with PyTorch for CUDA and is imported nowhere else. Scores are in units of ln 2, for
-the sake of the hardware's exp2.
+Scores are in units of ln 2, for the sake of the hardware's exp2.
 """
 
 # No `from __future__ import annotations`: triton reads `tl.constexpr` from the annotations themselves.
 # pyright: basic, reportMissingImports=false
 
-import inspect
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from joma.gpu import jit
 from joma.probes.blocks import Scores
 
 _LOG2E = 1 / math.log(2)
-
-
-def _jit(function: Callable[..., object]) -> Any:
-    """Compile the function as it is written: a checker of annotations may have wrapped it."""
-    return triton.jit(inspect.unwrap(function))
 
 
 class Tile(NamedTuple):
@@ -91,7 +84,7 @@ def row_sums(scores: Scores, products: str, tile: Tile | None = None) -> tuple[T
     return entropy, largest
 
 
-@_jit
+@jit
 def _kernel(  # noqa: PLR0917
     query_at,
     key_at,
@@ -171,10 +164,11 @@ def _kernel(  # noqa: PLR0917
     seen = most > -5e29
     at = (batch * heads + head) * queries + rows
     tl.store(entropy_at + at, tl.where(seen, entropy, float("nan")), mask=rows < queries)
-    tl.store(largest_at + at, tl.where(seen, 1.0 / z, float("nan")), mask=rows < queries)
+    largest = tl.where(z < 1, 1.0, 1.0 / z)  # as above
+    tl.store(largest_at + at, tl.where(seen, largest, float("nan")), mask=rows < queries)
 
 
-@_jit
+@jit
 def _step(  # noqa: PLR0917
     most,
     z,

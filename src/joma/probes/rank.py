@@ -97,7 +97,7 @@ def _norms(weight: Tensor, tolerance: float, iterations: int | None) -> tuple[Fl
     w = w if w.shape[-2] <= w.shape[-1] else w.mT
     total = _frobenius(w)
     size = torch.where(total > 0, total, 1.0)[..., None, None].to(w.dtype)  # so that zeros stay zeros
-    with exact_products(w.device):
+    with exact_products(w.device), torch.autocast(w.device.type, enabled=False):
         square = _small(w, size) if w.shape[-2] <= _SMALL else _large(w, size, wanted, steps)
     lower, upper = (bound.sqrt() * size[..., 0, 0] for bound in square)
     return total, Bounds(lower, torch.maximum(torch.minimum(upper, total), lower))

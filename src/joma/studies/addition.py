@@ -52,7 +52,7 @@ class Config(sums.Setting):
     probed: int = 256
     """Of these, how many the hidden states are read of."""
     together: int = 60
-    """Models, arms times seeds, that train as one."""
+    """Models, arms times seeds, that train as one; at the sizes above, half a GiB of GPU memory each."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:

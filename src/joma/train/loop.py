@@ -75,7 +75,8 @@ def fit(
     Args:
         model: the seed is the leading axis of each of its parameters.
         loss: from the model and the step, a tensor without axes on the model's device, to each seed's loss, [seed]. On
-            CUDA it is captured: whatever changes from step to step must come from the step's tensor.
+            CUDA it is captured: whatever changes from step to step must come from the step's tensor, and with bf16
+            products large weights of `Linear` may be there in bfloat16.
         optimiser: rule, rates and clipping.
         steps: number of updates.
         record: from the model and the step to named tensors [seed, ...].
@@ -86,7 +87,8 @@ def fit(
         save: the steps at which to save; ten of them if not given.
         precision: of float32 matrix products on CUDA, a name of `PRECISIONS`; the CPU's are always exact.
         compiled: whether the parts that the model calls `compiled` are compiled on CUDA before a step is captured.
-        dynamic: compile for all sizes at once, where several models of other sizes train one after the other.
+        dynamic: compile for all sizes at once, where many models of other sizes train one after the other; else there
+            is a graph for each size, the quicker one.
         gradients: whether `record` looks at gradients.
         progress, label: where to report progress, and under which words.
 
@@ -144,7 +146,8 @@ class _Training(Generic[Model]):
         gradients: bool = True,
     ) -> None:
         self.model, self.loss, self.optimiser, self.record = model, loss, optimiser, record
-        self.half, self.compiled, self.dynamic, self.gradients = precision == "bf16", compiled, dynamic, gradients
+        self.half, self.compiled, self.dynamic = precision == "bf16", compiled, dynamic
+        self.gradients = gradients and record is not _nothing
         self.seeds = _seeds(model)
         self.rule = optimiser.build(model)
         device = next(model.parameters()).device
@@ -165,7 +168,8 @@ class _Training(Generic[Model]):
     def step(self, step: int, *, record: bool, update: bool) -> None:
         """One step: eager where gradients are recorded and on the CPU, otherwise a replay of the captured one."""
         if self.graph is not None and update and not (record and self.gradients):
-            before = _moved(self.record(self.model, step)) if record else {}
+            # Copies: the step that follows may change what the values are views of.
+            before = {name: own.clone() for name, own in self.record(self.model, step).items()} if record else {}
             self.graph.replay()
             self.losses = self.replayed
             if record:
@@ -372,18 +376,13 @@ def _labels(seeds: Sequence[int] | None, diverged: Tensor) -> Sequence[int]:
     return labels
 
 
-def _moved(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU: a step that follows may change what the values are views of."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
-
-
 def _keep(recorded: dict[str, list[Tensor]], values: Mapping[str, Tensor], lost: Bool[Tensor, " seed"] | None) -> None:
     seeds = values["loss"].shape
     for name, value in values.items():
         if value.shape[:1] != seeds:
             got = f"{name} of shape {tuple(value.shape)} for {len(values['loss'])} seeds"
             raise InputError("record", "tensors with the seed as leading axis", got, "keep that axis")
-        kept = _moved({name: value})[name]
+        kept = value.detach().to("cpu", copy=True)
         if lost is not None and value.is_floating_point():
             kept[lost.cpu()] = torch.nan
         recorded.setdefault(name, []).append(kept)

@@ -224,9 +224,9 @@ class PackedRule(Rule):
         return _Pack(large, small, moments, torch.cat([_seed_numbers(self.parameters[name]) for name in small]).int())
 
     def halve(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
-        """Give the large ones of these parameters a copy in bfloat16 that follows them, and return the copies."""
+        """Give the large ones of these parameters, in float32, a copy in bfloat16 that follows them; return these."""
         large = {name for pack in self.packs for name in pack.large}
-        chosen = [name for name in names if name in large]
+        chosen = [name for name in names if name in large and self.parameters[name].dtype == torch.float32]
         self.halves = {name: nn.Parameter(self.parameters[name].detach().bfloat16()) for name in chosen}
         return self.halves
 
@@ -278,9 +278,10 @@ class PackedRule(Rule):
     def _gradient(self, name: str) -> Tensor | None:
         """Return the gradient; where there is a half, in its precision, which is that of the product it came from."""
         own, half = self.parameters[name].grad, self.halves.get(name)
-        if half is None or own is None:
-            return own if half is None else half.grad
-        return own.to(half.dtype)
+        if half is None:
+            return own
+        own = None if own is None else own.to(half.dtype)
+        return half.grad if own is None else own if half.grad is None else own + half.grad
 
     def _slopes(self, pack: _Pack) -> list[Float[Tensor, "seed _"]]:
         """Return the gradients of the large parameters, and of the small ones as one tensor, seed by seed."""
@@ -360,7 +361,7 @@ def _update(
 def adam_update(*parts: Tensor, **pace: Tensor | None) -> None:
     """Apply `_update`, compiled: of the card's bandwidth torch's own fused kernel reaches two thirds.
 
-    Large tensors have a graph for each size, whose loads are then as wide as they can be; small ones share one.
+    Large tensors, packs too, have a graph for each size, whose loads are then as wide as they can be; others share one.
     """
     torch.compile(_update, dynamic=parts[0].numel() < LARGE)(*parts, **pace)
 

@@ -128,9 +128,9 @@ class Recording:
         """A module is called. A pass ends when a module that was called from outside is called from there again."""
         if not self._own():
             return
-        if not name:
-            self._calling.clear()  # an interrupt that the caller survived may have left names behind
-            self._settle()
+        if not name and self._calling:  # an interrupt that the caller survived has left them behind
+            self._calling.clear()
+            self._waiting.clear()
         if not self._calling:
             if not self._passes or name in self._outermost:
                 self._passes.append({})

@@ -1,0 +1,17 @@
+"""What kernels of our own need: triton, which comes with PyTorch for CUDA and is needed nowhere else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+TRITON = find_spec("triton") is not None
+
+
+def jit(function: Callable[..., object]) -> Any:
+    """Compile a kernel as it is written: a checker of annotations may have wrapped it."""
+    import triton  # pyright: ignore[reportMissingImports]
+
+    return triton.jit(inspect.unwrap(function))
