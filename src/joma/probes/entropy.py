@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -166,7 +167,9 @@ def _scores(
 ) -> list[Scores]:
     """Check everything and bring it to four axes: one batch axis and one of heads."""
     _check_tensors(query, key)
-    factor = query.shape[-1] ** -0.5 if scale is None else float(real("scale", scale, ndim=0))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    if type(factor) is not float or not math.isfinite(factor):
+        factor = float(real("scale", factor, ndim=0))
     lead = query.shape[:-2]
     query, key = query.detach(), key.detach()
     key = key.expand(*_key_lead(lead, key.shape[:-2], grouped), *key.shape[-2:])

@@ -7,6 +7,7 @@ Scores are in units of ln 2, for the sake of the hardware's exp2.
 # pyright: basic, reportMissingImports=false
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def row_sums(scores: Scores, products: str, tile: Tile | None = None) -> tuple[T
         kind = 1 if mask.dtype == torch.bool else 2
         mask = mask.view(torch.uint8) if kind == 1 else mask
         least = 0.0 if kind == 1 else max(torch.finfo(mask.dtype).min / 2, torch.finfo(torch.float32).min)
-    with torch.cuda.device(query.device):
+    with nullcontext() if query.device.index == torch.cuda.current_device() else torch.cuda.device(query.device):
         _kernel[(triton.cdiv(queries, tile.queries) * batch * head,)](
             query,
             key,
