@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, real, whole
+from joma.models.gelu import gelu
 from joma.noise import streams
 
 
@@ -37,7 +38,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda y: y,
     "relu": F.relu,
     "leaky_relu": F.leaky_relu,  # slope 0.01 below zero
-    "gelu": F.gelu,  # the exact one, y Φ(y)
+    "gelu": gelu,  # the exact one, y Φ(y)
     "silu": F.silu,
     "tanh": torch.tanh,
 }
