@@ -33,15 +33,26 @@ def plainly(query, key, value, reach, heads):
     return torch.cat(rows, dim=-1)
 
 
+def shifts(seed, width, **kind):
+    return torch.randn(3, 2, width, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64).to(**kind)
+
+
+def shifted(inputs, biases):
+    return inputs if biases is None else [x + own[:, None, None] for x, own in zip(inputs, biases, strict=True)]
+
+
 SIZES = st.integers(1, 7).flatmap(lambda keys: st.tuples(st.integers(1, keys), st.just(keys)))
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(0, 1000), sizes=SIZES, heads=st.integers(1, 3), part=st.integers(1, 4))
-def test_it_is_softmax_attention_and_so_are_its_slopes(seed, sizes, heads, part):
+@given(seed=st.integers(0, 1000), sizes=SIZES, heads=st.integers(1, 3), part=st.integers(1, 4), biased=st.booleans())
+def test_it_is_softmax_attention_and_so_are_its_slopes(seed, sizes, heads, part, biased):
     (asks, keys), reach = sizes, causal(*sizes, dtype=torch.float64)
     inputs = [own.requires_grad_() for own in drawn(seed, asks, keys, heads, part)]
-    found, expected = short_attention(*inputs, reach, heads=heads), plainly(*inputs, reach, heads)
+    biases = shifts(seed, heads * part).requires_grad_() if biased else None
+    found = short_attention(*inputs, reach, heads=heads, biases=biases)
+    expected = plainly(*shifted(inputs, biases), reach, heads)
+    inputs = inputs if biases is None else [*inputs, biases]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     above = torch.randn(found.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for own, other in zip(
@@ -53,7 +64,8 @@ def test_it_is_softmax_attention_and_so_are_its_slopes(seed, sizes, heads, part)
 def test_the_operator_keeps_what_it_promises_the_compiler():
     inputs = [own.requires_grad_() for own in drawn(0, 3, 5, 2, 4)]
     found = torch.library.opcheck(
-        torch.ops.joma.short_attention.default, (*inputs, causal(3, 5, dtype=torch.float64), 2)
+        torch.ops.joma.short_attention.default,
+        (*inputs, causal(3, 5, dtype=torch.float64), shifts(0, 8).requires_grad_(), 2),
     )
     assert set(found.values()) == {"SUCCESS"}
 
@@ -70,14 +82,17 @@ def test_the_kernel_is_for_few_positions_in_half_precision_on_cuda():
 
 @cuda
 @pytest.mark.parametrize(
-    ("asks", "keys", "heads", "part"), [(11, 11, 6, 64), (4, 11, 6, 64), (1, 8, 2, 16), (32, 32, 1, 128)]
+    ("asks", "keys", "heads", "part"),
+    [(11, 11, 6, 64), (4, 11, 6, 64), (1, 8, 2, 16), (38, 38, 2, 64), (4, 38, 1, 128)],
 )
-def test_the_kernel_is_exact_up_to_the_rounding_of_half_precision(asks, keys, heads, part):
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_kernel_is_exact_up_to_the_rounding_of_half_precision(asks, keys, heads, part, biased):
     inputs = [own.requires_grad_() for own in drawn(1, asks, keys, heads, part, dtype=torch.bfloat16, device="cuda")]
     exact = [own.detach().double().requires_grad_() for own in inputs]
     reach = causal(asks, keys, dtype=torch.float32, device="cuda")
-    found = short_attention(*inputs, reach, heads=heads)
-    expected = plainly(*exact, reach.double(), heads)
+    biases = shifts(2, heads * part, dtype=torch.float32, device="cuda") / 4 if biased else None
+    found = short_attention(*inputs, reach, heads=heads, biases=biases)
+    expected = plainly(*shifted(exact, biases), reach.double(), heads)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-2)
     above = torch.randn_like(found)
     slopes = torch.autograd.grad(found, inputs, above)

@@ -16,35 +16,42 @@ from joma.gpu import jit
 _LEAST = 16  # the tensor cores' smallest factor
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, reach: Tensor, heads: int) -> Tensor:
+def forward(query: Tensor, key: Tensor, value: Tensor, reach: Tensor, biases: Tensor | None, heads: int) -> Tensor:
     """Return the heads' outputs, shaped like the queries."""
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     output = torch.empty_like(query)
-    _launch(_forward, (query, key, value, reach.contiguous(), output), query, key, heads)
+    _launch(_forward, (query, key, value, reach.contiguous()), biases, (output,), heads)
     return output
 
 
 def backward(
-    query: Tensor, key: Tensor, value: Tensor, reach: Tensor, slope: Tensor, heads: int
+    query: Tensor, key: Tensor, value: Tensor, reach: Tensor, biases: Tensor | None, slope: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the slopes of queries, keys and values."""
     query, key, value, slope = query.contiguous(), key.contiguous(), value.contiguous(), slope.contiguous()
     slopes = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    _launch(_backward, (query, key, value, reach.contiguous(), slope, *slopes), query, key, heads)
+    _launch(_backward, (query, key, value, reach.contiguous()), biases, (slope, *slopes), heads)
     return slopes
 
 
-def _launch(kernel: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, heads: int) -> None:
-    (seeds, samples, asks, width), keys = query.shape, key.shape[2]
+def _launch(
+    kernel: Any, given: tuple[Tensor, ...], biases: Tensor | None, others: tuple[Tensor, ...], heads: int
+) -> None:
+    (seeds, samples, asks, width), keys = given[0].shape, given[1].shape[2]
     part = width // heads
     rows, columns = (max(_LEAST, triton.next_power_of_2(length)) for length in (asks, keys))
-    with torch.cuda.device(query.device):
+    with torch.cuda.device(given[0].device):
         kernel[(seeds * samples * heads,)](
-            *tensors,
+            *given,
+            given[0] if biases is None else biases.contiguous(),
+            *others,
+            seeds,
+            samples,
             heads,
             asks,
             keys,
             part**-0.5,
+            BIASED=biases is not None,
             PART=part,
             ASKS=rows,
             KEYS=columns,
@@ -65,6 +72,21 @@ def _places(length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
 def _load(at, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
     places, inside = _places(length, heads, PART, ROWS)
     return tl.load(at + places, mask=inside, other=0.0)
+
+
+@jit
+def _biased(
+    at, bias_at, which, length, seeds, samples, heads, BIASED: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr
+):
+    """Load, and add the bias of queries (0), keys (1) or values (2); positions that are not there stay zero."""
+    places, inside = _places(length, heads, PART, ROWS)
+    found = tl.load(at + places, mask=inside, other=0.0)
+    if BIASED:
+        seed = tl.program_id(0) // (heads * samples)
+        own = ((which * seeds + seed) * heads + tl.program_id(0) % heads) * PART + tl.arange(0, PART)
+        bias = tl.load(bias_at + own).to(tl.float32)
+        found = tl.where(inside, found.to(tl.float32) + bias[None, :], 0.0).to(found.dtype)
+    return found
 
 
 @jit
@@ -90,17 +112,22 @@ def _forward(
     key_at,
     value_at,
     reach_at,
+    bias_at,
     output_at,
+    seeds,
+    samples,
     heads,
     asks,
     keys,
     scale,
+    BIASED: tl.constexpr,
     PART: tl.constexpr,
     ASKS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    query, key = _load(query_at, asks, heads, PART, ASKS), _load(key_at, keys, heads, PART, KEYS)
-    value = _load(value_at, keys, heads, PART, KEYS)
+    query = _biased(query_at, bias_at, 0, asks, seeds, samples, heads, BIASED, PART, ASKS)
+    key = _biased(key_at, bias_at, 1, keys, seeds, samples, heads, BIASED, PART, KEYS)
+    value = _biased(value_at, bias_at, 2, keys, seeds, samples, heads, BIASED, PART, KEYS)
     p = _weights(query, key, reach_at, asks, keys, scale, ASKS, KEYS)
     _store(output_at, tl.dot(p.to(value.dtype), value, input_precision="ieee"), asks, heads, PART, ASKS)
 
@@ -111,20 +138,26 @@ def _backward(
     key_at,
     value_at,
     reach_at,
+    bias_at,
     slope_at,
     by_query_at,
     by_key_at,
     by_value_at,
+    seeds,
+    samples,
     heads,
     asks,
     keys,
     scale,
+    BIASED: tl.constexpr,
     PART: tl.constexpr,
     ASKS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    query, key = _load(query_at, asks, heads, PART, ASKS), _load(key_at, keys, heads, PART, KEYS)
-    value, slope = _load(value_at, keys, heads, PART, KEYS), _load(slope_at, asks, heads, PART, ASKS)
+    query = _biased(query_at, bias_at, 0, asks, seeds, samples, heads, BIASED, PART, ASKS)
+    key = _biased(key_at, bias_at, 1, keys, seeds, samples, heads, BIASED, PART, KEYS)
+    value = _biased(value_at, bias_at, 2, keys, seeds, samples, heads, BIASED, PART, KEYS)
+    slope = _load(slope_at, asks, heads, PART, ASKS)
     p = _weights(query, key, reach_at, asks, keys, scale, ASKS, KEYS)
     _store(by_value_at, tl.dot(tl.trans(p.to(slope.dtype)), slope, input_precision="ieee"), keys, heads, PART, KEYS)
     by_weight = tl.dot(slope, tl.trans(value), input_precision="ieee")

@@ -156,8 +156,10 @@ class Linear(nn.Module):
         super().__init__()
         self.weight, self.bias = draw(role, rows, columns), draw(role, rows, columns, bias=True) if bias else None
 
-    def forward(self, x: Float[Tensor, "seed sample position in"]) -> Float[Tensor, "seed sample position out"]:
-        return _affine(x, self.weight, self.bias)
+    def forward(
+        self, x: Float[Tensor, "seed sample position in"], *, biased: bool = True
+    ) -> Float[Tensor, "seed sample position out"]:
+        return _affine(x, self.weight, self.bias if biased else None)
 
 
 def _affine(x: Stream, weight: Float[Tensor, "seed width out"], bias: Maybe) -> Float[Tensor, "seed sample _ out"]:
@@ -263,12 +265,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Stream, reach: Tensor, *, asks: Asks, noise: Maybe, kept: Kept) -> Tensor:
         """Return [seed, sample, query, width]; `reach` is added to the scores."""
-        query, key, value = self._projected(asks.of(x, dim=2), x)
-        reach = asks.of(reach, dim=-2)
+        reach, short = asks.of(reach, dim=-2), self._short(x, reach, noise, kept)
+        biases = self._biases() if short and self.turns is None else None  # turned they are not added any more
+        query, key, value = self._projected(asks.of(x, dim=2), x, biased=biases is None)
         if query is not None and key is not None:
             query, key = self._turned(query, asks), self._turned(key, asks.all)
-        if query is not None and key is not None and self._short(value, reach, noise, kept):
-            mixed = short_attention(query.to(value.dtype), key.to(value.dtype), value, reach, heads=self.heads)
+        if short and query is not None and key is not None:
+            query, key = query.to(value.dtype), key.to(value.dtype)
+            mixed = short_attention(query, key, value, reach, heads=self.heads, biases=biases)
         else:
             weights = self._weights(query, key, reach, x)
             kept.get("attention", []).append(weights)
@@ -276,21 +280,26 @@ class Attention(nn.Module):
             mixed = mixed.transpose(2, 3).flatten(3)
         return self.drop(mixed if self.projection is None else self.projection(mixed), noise, "attention")
 
-    def _short(self, value: Stream, reach: Tensor, noise: Maybe, kept: Kept) -> bool:
+    def _short(self, x: Stream, reach: Tensor, noise: Maybe, kept: Kept) -> bool:
         """Whether no weights are asked for, nothing is done to them, and there is a kernel for so few positions."""
         plain = "attention" not in kept and reach.ndim == 2 and not self.drop.acts(noise, "weights")
-        return plain and fits(value, self.heads)
+        return plain and self.query is not None and fits(x, self.heads)
 
-    def _projected(self, asking: Tensor, x: Stream) -> tuple[Maybe, Maybe, Stream]:
+    def _biases(self) -> Float[Tensor, "3 seed width"] | None:
+        found = (part.bias for part in (self.query, self.key, self.value) if part is not None)
+        parts: list[Tensor] = [bias for bias in found if bias is not None]
+        return torch.stack(parts) if parts else None
+
+    def _projected(self, asking: Tensor, x: Stream, *, biased: bool) -> tuple[Maybe, Maybe, Stream]:
         """Return queries, keys and values; no queries and keys where attention is uniform."""
         if self.query is None or self.key is None:
             return None, None, self.value(x)
         parts = (self.query, self.key, self.value)
         if asking is not x or not x.is_cuda or self.value.weight.dtype.itemsize == 2:
-            return self.query(asking), self.key(x), self.value(x)
+            return self.query(asking, biased=biased), self.key(x, biased=biased), self.value(x, biased=biased)
         # One product instead of three; joining the weights costs nothing where they are cast to half precision anyway.
         weight = torch.cat([part.weight for part in parts], dim=-1)
-        bias: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+        bias: list[Tensor] = [part.bias for part in parts if part.bias is not None and biased]
         query, key, value = _affine(x, weight, torch.cat(bias, dim=-1) if bias else None).chunk(3, dim=-1)
         return query, key, value
 
