@@ -97,6 +97,7 @@ def measured(
         return
     mean = y.mean("seed")
     spread = np.stack([np.asarray(mean - y.min("seed")), np.asarray(y.max("seed") - mean)])
+    spread = np.maximum(spread, 0.0)  # the mean of equal numbers may round past them
     axes.errorbar(np.asarray(x), np.asarray(mean), yerr=spread, elinewidth=0.9, capsize=2, **look)
 
 
