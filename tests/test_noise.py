@@ -165,6 +165,7 @@ def test_values_are_never_looked_at():
     assert noise.dropout(torch.ones(3, 4, device="meta"), 0.5, key=key, site=1).shape == (3, 4)
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler has its own to say
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_devices_agree_exactly():
     seeds, step = torch.tensor([0, 5, 2**40 + 1]), torch.tensor(2**33 + 7)

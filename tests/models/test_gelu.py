@@ -39,6 +39,7 @@ def test_eagerly_and_in_full_precision_it_is_torchs_own():
     assert gelu(y).equal(torch.nn.functional.gelu(y))
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler has its own to say
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_compiled_on_cuda_it_is_the_quick_one():
     y = torch.linspace(-8, 8, 4096, device="cuda").bfloat16()

@@ -10,7 +10,10 @@ from joma.models.transformer import Decoder, DecoderConfig
 from joma.train import Optimiser, fit
 from joma.train import optimiser as module
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.filterwarnings("ignore"),  # PyTorch's compiler has its own to say
+]
 
 
 def trained(**options):
