@@ -6,7 +6,6 @@ On CUDA, where there is one, in bfloat16 and at the size of a Pythia-160M as wel
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.training import synchronised
 from joma.watch import Recorder, attention
 from joma.watch.hf import EntropyCallback
 
@@ -68,9 +68,9 @@ def share(device: str = "cpu") -> Row:
             self._time(super().on_step_end, *args, **kwargs)
 
         def _time(self, event: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            begun = _now()
+            begun = synchronised()
             event(*args, **kwargs)
-            self.spent += _now() - begun
+            self.spent += synchronised() - begun
 
     tokens = torch.randint(256, (256, 64), generator=torch.Generator().manual_seed(0))
     examples: list[dict[str, Tensor]] = [{"input_ids": each, "labels": each} for each in tokens]
@@ -91,9 +91,9 @@ def share(device: str = "cpu") -> Row:
             trainer.remove_callback(event)
         if device != "cpu":
             Recorder(trainer.model, {"input_ids": tokens[:4]})(0)  # pyright: ignore[reportArgumentType]
-        begun = _now()
+        begun = synchronised()
         trainer.train()
-        part = callback.spent / (_now() - begun)
+        part = callback.spent / (synchronised() - begun)
     probes = callback.trajectory.sizes["step"]
     what = f"EntropyCallback: share of 1,000 steps of a GPT-NeoX, 2 x 64, {device}, {probes} probes"
     return what, "< 1 %", f"{100 * part:.2f} %", part < 0.01
@@ -120,14 +120,7 @@ def _ratio(first: Callable[[], object], second: Callable[[], object], repeats: i
         call()
     for _ in range(repeats):
         for which, call in enumerate((first, second)):
-            begun = _now()
+            begun = synchronised()
             call()
-            best[which] = min(best[which], _now() - begun)
+            best[which] = min(best[which], synchronised() - begun)
     return float(best[0] / best[1])
-
-
-def _now() -> float:
-    """The time, after all that was asked of the device is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -1,4 +1,4 @@
-"""What kernels of our own need: triton, which comes with PyTorch for CUDA and is needed nowhere else."""
+"""What kernels of our own need and take: triton, which comes with PyTorch for CUDA alone, and half precision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 TRITON = find_spec("triton") is not None
+HALF = (torch.float16, torch.bfloat16)
 
 
 def jit(function: Callable[..., object]) -> Any:

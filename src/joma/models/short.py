@@ -17,12 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from joma.gpu import TRITON
+from joma.gpu import HALF, TRITON
 
 MOST = 64  # positions
 _PARTS = (16, 32, 64, 128)  # units of a head
 _GIVEN = "Tensor query, Tensor key, Tensor value, Tensor reach, Tensor? biases"
-_HALF = (torch.bfloat16, torch.float16)
 
 Stream = Float[Tensor, "seed sample position width"]
 Asking = Float[Tensor, "seed sample asks width"]
@@ -34,7 +33,7 @@ def fits(x: Stream, heads: int) -> bool:
     """Whether there is a kernel for so many positions and heads, and for what products of x come in."""
     shape = x.shape[2] <= MOST and x.shape[-1] // heads in _PARTS
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-    return TRITON and x.is_cuda and dtype in _HALF and shape
+    return TRITON and x.is_cuda and dtype in HALF and shape
 
 
 def short_attention(

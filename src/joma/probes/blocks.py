@@ -25,11 +25,10 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from joma.gpu import TRITON
+from joma.gpu import HALF, TRITON
 
 HIDDEN = -1e30  # a score that is hidden: exp gives 0, and 0 times it is still 0, which −inf would make NaN
 _COPIES = 2**26  # bytes of keys, queries or outputs copied at a time
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Shape(NamedTuple):
@@ -287,7 +286,7 @@ def _identity(
     entropy = torch.empty(batch, head, queries, dtype=torch.float32, device=scores.query.device)
     for part, shared in _pieces(scores, batch * head)[1]:
         query = pad(scores.query[part].to(dtype), (0, -dim % multiple))
-        key = scores.key[shared] if dtype in _HALF else _centred(scores.key[shared], dtype)
+        key = scores.key[shared] if dtype in HALF else _centred(scores.key[shared], dtype)
         output, lse = kernel(query, pad(key, (0, -dim % multiple)), scores.causal, scores.scale)
         entropy[part] = lse[..., :queries] - scores.scale * output.float().mul_(query).sum(dim=-1)
     return Rows(entropy.clamp_(min=0), None)  # two large numbers cancel
@@ -344,7 +343,7 @@ def _fits_efficient(scores: Scores) -> bool:
 
 def _fits_flash(scores: Scores) -> bool:
     square = not scores.causal or scores.query.shape[2] == scores.key.shape[2]
-    small = scores.query.dtype in _HALF and scores.query.shape[-1] <= 256
+    small = scores.query.dtype in HALF and scores.query.shape[-1] <= 256
     return (
         _fits_efficient(scores) and square and small and torch.cuda.get_device_capability(scores.query.device)[0] >= 8
     )
