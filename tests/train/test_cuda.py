@@ -58,3 +58,26 @@ def test_halved_weights_train_as_whole_ones(monkeypatch, compiled):
     for name in ("loss", "norm"):
         assert float(abs(whole[name] - halved[name]).max()) < 2e-2
         assert float(abs(exact[name] - halved[name]).max()) < 5e-2
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+@pytest.mark.parametrize("shape", [(4,), (2, 50)])
+def test_a_lost_seed_is_held_where_it_was_in_every_replay(monkeypatch, rule, shape):
+    """Its gradients are NaN from step 3 on, those of the others as they would be without it; large ones and packed."""
+    monkeypatch.setattr(module, "LARGE", 200)
+
+    def train(steps):
+        model = torch.nn.Module()
+        model.p = torch.nn.Parameter(torch.linspace(1, 2, 3).cuda().view(3, *(1,) * len(shape)).repeat(1, *shape))
+
+        def loss(model, step):
+            gone = (torch.arange(3, device="cuda") == 1) & (step >= 3)
+            return (model.p.flatten(1) ** 2).sum(-1) * torch.where(gone, torch.nan, 1.0)
+
+        run = fit(model, loss, optimiser=Optimiser(rule, 0.01, weight_decay=0.1), steps=steps, at=(steps,))
+        return run, model.p.detach()
+
+    (run, there), (_, before) = train(9), train(3)
+    assert run.diverged.values.tolist() == [-1, 3, -1]
+    assert there[1].equal(before[1])
+    assert (there[[0, 2]] < before[[0, 2]]).all()

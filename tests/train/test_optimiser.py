@@ -87,9 +87,10 @@ def test_every_seed_is_updated_as_torch_would_update_it_alone(name, seed, rates,
     clip=st.one_of(st.none(), st.floats(1e-3, 10.0)),
     restart=st.sampled_from([None, 3]),
     large=st.sampled_from([1, 14, 10**6]),
+    lost=st.one_of(st.none(), st.integers(0, 3)),
 )
-def test_the_rule_of_cuda_is_that_of_the_cpu(name, seed, large, **options):
-    """Uncompiled; `large` decides which parameters are packed."""
+def test_the_rule_of_cuda_is_that_of_the_cpu(name, seed, large, lost, **options):
+    """Uncompiled; `large` decides which parameters are packed, `lost` when seed 1's gradients turn NaN."""
     options["weight_decay"] = options.pop("decay")
     optimiser = Optimiser(name, schedules={"b": lambda now: (now < 4).double()}, **options)
     models = Numbers(**SHAPES), Numbers(**SHAPES)
@@ -98,14 +99,18 @@ def test_the_rule_of_cuda_is_that_of_the_cpu(name, seed, large, **options):
         patch.setattr(torch, "compile", lambda function, **_: function)
         rules = optimiser.build(models[0]), PackedRule(optimiser, models[1])
         for step, gradients in enumerate(slopes(seed)):
+            gone = torch.tensor([False, lost is not None and step >= lost, False])
             for model, rule in zip(models, rules, strict=True):
                 for key, own in model.named_parameters():
                     own.grad = gradients[key].clone()
-                rule.update(torch.tensor(step))
+                    own.grad[gone] = torch.nan
+                rule.update(torch.tensor(step), gone if gone.any() else None)
+    there = [0, 1, 2] if lost is None else [0, 2]
     for key in SHAPES:
         torch.testing.assert_close(getattr(models[1], key), getattr(models[0], key), rtol=1e-11, atol=1e-11)
         for kind, own in rules[0].moments[key].items():
-            torch.testing.assert_close(rules[1].moments[key][kind], own, rtol=1e-11, atol=0)
+            torch.testing.assert_close(rules[1].moments[key][kind][there], own[there], rtol=1e-11, atol=0)
+            assert rules[1].moments[key][kind].isfinite().all()
 
 
 def test_a_closed_gate_leaves_the_parameters_as_they_are(monkeypatch):

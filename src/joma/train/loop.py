@@ -203,8 +203,7 @@ class _Training(Generic[Model]):
     def _capture(self) -> None:
         """Compile what repeats in the model and capture a whole step.
 
-        The steps on trial that this takes change no parameter; all else that they change is put back. A lost seed is
-        not held back inside the graph: its numbers are NaN from then on, and reach no other seed.
+        The steps on trial that this takes change no parameter; all else that they change is put back.
         """
         aside = torch.cuda.Stream()
         parts = _compiled_parts(self.model, enabled=self.compiled, dynamic=self.dynamic)
@@ -260,7 +259,7 @@ class _Training(Generic[Model]):
 
     def _captured_step(self) -> None:
         self._backward()
-        self.rule.update(self.now)
+        self.rule.update(self.now, self.diverged != NEVER)
         self.now.add_(1)
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -199,12 +199,13 @@ class _Pack(NamedTuple):
 class PackedRule(Rule):
     """Adam on CUDA, in few launches: small parameters are packed into one tensor, and every pass is compiled.
 
-    Lost seeds are not held back: their numbers are NaN, and reach no other seed. Parameters may have `halves`, copies
-    in bfloat16 for a model that reads nothing else of them: they have the gradients then, and an update writes both.
+    Parameters may have `halves`, copies in bfloat16 for a model that reads nothing else of them: then these have the
+    gradients, and an update writes both.
     """
 
     def __init__(self, optimiser: Optimiser, model: nn.Module) -> None:
         super().__init__(optimiser, model)
+        self.seeds = len(next(iter(self.parameters.values())))
         self.halves: dict[str, nn.Parameter] = {}
         # While it is 0 the parameters stay as they are: steps on trial, before one is captured.
         self.gate = torch.ones((), dtype=torch.float64, device=self.groups[0].rate.device)
@@ -243,8 +244,8 @@ class PackedRule(Rule):
 
     @torch.no_grad()
     def update(self, now: Tensor, lost: Bool[Tensor, " seed"] | None = None) -> None:
-        """Update every seed; no value is looked at, so that the update can be captured."""
-        del lost
+        """Update every seed but the lost ones; no value is looked at, so that the update can be captured."""
+        lost = torch.zeros(self.seeds, dtype=torch.bool, device=now.device) if lost is None else lost
         factors = [None if group.schedule is None else group.schedule(now) for group in self.groups]
         scale = None
         if self.optimiser.clip is not None:
@@ -254,11 +255,11 @@ class PackedRule(Rule):
         for group, factor, pack in zip(self.groups, factors, self.packs, strict=True):
             rate = group.rate * self.gate if factor is None else group.rate * factor * self.gate
             pace = torch.compile(_pace)(rate, scale, t, self.parameters[group.names[0]].dtype, **options)
-            flat = _rows if any(value.ndim for value in pace.values()) else torch.flatten  # one graph for all, then
+            pace["lost"] = lost[:, None]
             for name, gradient in zip(pack.large, self._gradients(pack.large), strict=True):
                 own, half = self.parameters[name].detach(), self.halves.get(name)
-                parts = map(flat, (own, gradient, *self.moments[name].values()))
-                adam_update(*parts, half=None if half is None else flat(half.detach()), **pace)
+                parts = map(_rows, (own, gradient, *self.moments[name].values()))
+                adam_update(*parts, half=None if half is None else _rows(half.detach()), **pace)
             if pack.small:
                 together = [self.parameters[name].detach() for name in pack.small]
                 p, g = (
@@ -334,6 +335,7 @@ def _update(
     decay: Tensor,
     shrink: Tensor,
     kept: Tensor,
+    lost: Tensor,
     owner: Tensor | None = None,
     half: Tensor | None = None,
 ) -> None:
@@ -345,15 +347,18 @@ def _update(
         p, g, m, v: parameter, gradient and the two moments.
         rate: η/(1−β₁ᵗ). root: r = √(1−β₂ᵗ). scale: s, of clipping. decay: λ, or 0 where it is decoupled.
         shrink: κ = 1 − ηλ where it is decoupled, else 1. kept: 0 where the moments start afresh, else 1.
+        lost: where nothing changes, whatever the gradient is.
         owner: the seed of each element, where parameters are packed and these numbers are one for each seed.
         half: a copy of the parameter in half precision, which follows it.
     """
     if owner is not None:
-        rate, scale, shrink = (one[owner, 0] if one.ndim else one for one in (rate, scale, shrink))
+        rate, scale, shrink, lost = (one[owner, 0] if one.ndim else one for one in (rate, scale, shrink, lost))
     slope = scale * g.to(p.dtype) + decay * p
-    m.copy_(FIRST * kept * m + (1 - FIRST) * slope)
-    v.copy_(SECOND * kept * v + (1 - SECOND) * slope * slope)
-    p.copy_(shrink * p - rate * m / (v.sqrt() / root + EPSILON))
+    first = FIRST * kept * m + (1 - FIRST) * slope
+    second = SECOND * kept * v + (1 - SECOND) * slope * slope
+    p.copy_(torch.where(lost, p, shrink * p - rate * first / (second.sqrt() / root + EPSILON)))
+    m.copy_(torch.where(lost, m, first))
+    v.copy_(torch.where(lost, v, second))
     if half is not None:
         half.copy_(p)
 
