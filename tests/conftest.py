@@ -1,4 +1,7 @@
-"""Shapes and types are checked at run time in the tests: jaxtyping's import hook with beartype."""
+"""Shapes and types are checked at run time in the tests: jaxtyping's import hook with beartype.
+
+Not so where there is CUDA: there the compiler is at work, which reads the checks as part of the code and fails at them.
+"""
 
 import os
 import tempfile
@@ -6,10 +9,12 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JOMA_CACHE", os.path.join(tempfile.gettempdir(), f"joma-tests-{os.getuid()}"))
 
+import torch
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-install_import_hook("joma", "typechecker.check")
+if not torch.cuda.is_available():
+    install_import_hook("joma", "typechecker.check")
 
 # Examples are drawn anew in every run, but for CI, where a change is judged and not the luck of the draw.
 fixed = bool(os.environ.get("CI"))

@@ -90,6 +90,7 @@ class Claim:
         expected: where the number must lie: `at_most`, `at_least`, `between` or `near`.
         across: whether `every` seed must lie there, or the `mean` over seeds.
         presets: the presets at which the claim can be decided; elsewhere it is measured but not judged.
+        seeds: the fewest seeds with which it can be decided; a bound over seeds needs two.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Claim:
     expected: Expected
     across: Literal["every", "mean"] = "every"
     presets: tuple[str, ...] = ("quick", "paper")
+    seeds: int = 1
 
     def judge(self, trajectory: xr.Dataset, preset: str) -> dict[str, Any]:
         """Measure the claim on a run: a record for `claims.json`, with the spread over seeds and the verdict."""
@@ -106,7 +108,7 @@ class Claim:
             raise TypeError(f"claim {self.name!r}: `measure` must return a number or one value a seed")
         judged = values if self.across == "every" else values.mean(keepdims=True)
         verdict: Verdict = "holds" if all(value in self.expected for value in judged) else "does not hold"
-        if preset not in self.presets:
+        if preset not in self.presets or trajectory.sizes.get("seed", 1) < self.seeds:
             verdict = "not tested at this preset"
         return {
             "name": self.name,

@@ -152,7 +152,7 @@ def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
     return (
         Claim(f"bounce-{depth}", f"The free run of {layers} bounces: how often noise alone rises as clearly.",
               partial(surety, depth=depth), at_most(0.05), presets=presets),
-        Claim(f"loss-{depth}", said, lambda run: bound(loss_gap(run, depth), side), expected, presets=presets),
+        Claim(f"loss-{depth}", said, lambda run: bound(loss_gap(run, depth), side), expected, presets=presets, seeds=2),
         Claim(f"prevented-{depth}",
               f"Holding W_Q and W_K of {layers} prevents most of the recovery of entropy: what is left of it.",
               lambda run: recovery(run, depth, "held").mean() / recovery(run, depth, "free").mean(),
