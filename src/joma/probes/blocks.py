@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 # 1 MiB twice stays in the cache of one or two cores; a GPU needs more at once to be busy.
 _TILES = {"cpu": Shape(2**18, 128, 1024), "cuda": Shape(2**24, 512, 4096)}
 # Of each thread: strips of keys, on the diagonal squares of 64 queries, between the two squares of 64, 128 and 256.
-_STRIPS = Shape(2**19, 64, 512)
+_STRIPS = Shape(2**20, 64, 512)
 _THREADS = 8  # counted at most: with a head each, what a thread works on stays in its cache
 _BOUND = 30.0  # sums of exp(±30) without a shift are far from what float32 cannot hold
 
@@ -110,19 +110,20 @@ def bounded(scores: Scores) -> Rows:
     Half the time of `blocked`: 2^s is far faster than exp, no largest score is looked for, and no causal half is lost.
     """
     (batch, head, queries, _), keys = scores.query.shape, scores.key.shape[2]
-    entropy = torch.empty(batch, head, queries, dtype=torch.float32)
+    sums = torch.empty(2, batch, head, queries, dtype=torch.float32)
     threads = min(torch.get_num_threads(), _THREADS)
-    heads, pieces = _pieces(scores, threads * max(1, _STRIPS.scores // (queries * min(keys, _STRIPS.keys))))
+    heads, pieces = _pieces(scores, threads * max(2, _STRIPS.scores // (queries * min(keys, _STRIPS.keys))))
     most = max(_STRIPS.keys, threads * _STRIPS.scores // heads)
-    space = torch.empty(2, heads * most)
+    cover = list(_cover(queries, keys, scores.causal, most))
+    space, factor = torch.empty(2, heads * most), scores.scale / math.log(2)
     with exact_products(scores.query.device):
         for part, shared in pieces:
             query, key = scores.query[part].float(), scores.key[shared].float()
-            key = (key - key.mean(dim=-2, keepdim=True)).mul_(scores.scale / math.log(2)).flatten(0, 1)
-            cover = _cover(queries, keys, scores.causal, most)
-            a, z = _power_sums(query.flatten(0, 1), key, cover, space).double()
-            entropy[part] = (z.log() - math.log(2) * a / z).unflatten(0, query.shape[:2]).float()
-    return Rows(entropy.clamp_(min=0), None)  # rounding alone goes below 0
+            key = torch.add(-factor * key.mean(dim=-2, keepdim=True), key, alpha=factor).flatten(0, 1)
+            found = _power_sums(query.flatten(0, 1), key, cover, space)
+            sums[(slice(None), *part)] = found.unflatten(1, query.shape[:2])
+    a, z = sums.double()
+    return Rows((z.log() - math.log(2) * a / z).float().clamp_(min=0), None)  # rounding alone goes below 0
 
 
 def blocked(scores: Scores) -> Rows:
@@ -161,7 +162,7 @@ def _row_sums(
     z, a = torch.zeros_like(most), torch.zeros_like(most)
     for start in range(0, end, columns):
         stop = min(start + columns, end)
-        d, e = (part[: heads * rows * (stop - start)].view(heads, rows, stop - start) for part in space)
+        d, e = _room(space, heads, rows, stop - start)
         torch.bmm(query, key[:, start:stop].mT, out=d)
         if mask is not None:
             _apply(d.unflatten(0, mask.shape[:2]), mask[..., start:stop])
@@ -219,30 +220,37 @@ def _squares(row: int, size: int, apart: int, end: int, most: int) -> Iterator[P
 def _power_sums(
     query: Float[Tensor, "head query dim"],
     key: Float[Tensor, "head key dim"],
-    cover: Iterator[Patch],
+    cover: Sequence[Patch],
     space: Float[Tensor, "two size"],
 ) -> Float[Tensor, "two head query"]:
     """Return Σ s 2^s and Σ 2^s of each row."""
     heads = query.shape[0]
     sums = query.new_zeros(2, *query.shape[:2])
-    a, z = sums.unbind()
     for row, rows, column, columns, times, apart, diagonal in cover:
-        left, right = (query[:, row : row + rows], key.mT[..., column : column + columns])
+        left, right, total = query[:, row : row + rows], key.mT[..., column : column + columns], sums[..., row:]
         if times > 1:
-            left = query[:, row:].unfold(1, rows, apart)[:, :times].flatten(0, 1).mT
+            left = query[:, row:].unfold(1, rows, apart)[:, :times].mT.flatten(0, 1)
             right = key[:, column:].unfold(1, columns, apart)[:, :times].flatten(0, 1)
-        s, e = space[:, : heads * times * rows * columns].view(2, heads * times, rows, columns).unbind()
+        s, e = _room(space, heads * times, rows, columns)
         torch.bmm(left, right, out=s)
         torch.exp2(s, out=e)
         if diagonal:
             e.tril_()
-        for total, terms in ((z, e), (a, s.mul_(e))):  # one by one: each thread then sums what it has written
-            own = terms.sum(dim=-1)
-            if times == 1:
-                total[:, row : row + rows] += own
-            else:
-                total[:, row:].unfold(1, rows, apart)[:, :times] += own.unflatten(0, (heads, times))
+        own = s.new_empty(2, heads * times, rows)
+        for terms, to in ((e, own[1]), (s.mul_(e), own[0])):  # one by one: each thread then sums what it has written
+            torch.sum(terms, dim=-1, out=to)
+        total.unfold(2, rows, apart)[:, :, :times] += own.unflatten(1, (heads, times))
     return sums
+
+
+def _room(space: Float[Tensor, "two size"], *shape: int) -> tuple[Tensor, ...]:
+    """Return two tensors of this shape from the middle of the space, which is where two halves of any size meet.
+
+    Two threads then keep to their own halves: what a core has to take from another's cache costs more than what is
+    done to it.
+    """
+    size = math.prod(shape)
+    return space.narrow(1, (space.shape[1] - size) // 2, size).view(2, *shape).unbind()
 
 
 def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:
