@@ -54,7 +54,8 @@ def forward(what: str, model: nn.Module, batch: int, length: int) -> Row:
 def share(device: str = "cpu") -> Row:
     """The callback's share of a training of 1,000 steps, all its options at their default.
 
-    On CUDA a first probe compiles the kernel beforehand: once a machine, not once a run.
+    On CUDA a probe like the first compiles our kernel beforehand, once a machine, and loads the model's own, which the
+    first step would else do.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -90,7 +91,7 @@ def share(device: str = "cpu") -> Row:
         for event in [type(each) for each in trainer.callback_handler.callbacks if "Printer" in type(each).__name__]:
             trainer.remove_callback(event)
         if device != "cpu":
-            Recorder(trainer.model, {"input_ids": tokens[:4]})(0)  # pyright: ignore[reportArgumentType]
+            Recorder(trainer.model, {"input_ids": tokens[:4], "labels": tokens[:4]})(0)  # pyright: ignore[reportArgumentType]
         begun = synchronised()
         trainer.train()
         part = callback.spent / (synchronised() - begun)
