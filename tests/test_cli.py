@@ -59,6 +59,25 @@ def test_set_parses_lists_and_repeats(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("change", "key", "value"),
+    [
+        ("bold=True", "bold", True),
+        ("bold=true", "bold", True),
+        ("bold=False", "bold", False),
+        ("names=a,b c", "names", ["a", "b c"]),
+        ("names=", "names", []),
+        ("names=None", "names", None),
+        ("levels=", "levels", []),
+    ],
+)
+def test_set_parses_switches_and_lists_that_may_be_none_or_empty(tmp_path, capsys, change, key, value):
+    code, out, _ = joma("run", "toy", "--out", tmp_path, "--set", change, "--json", capsys=capsys)
+    assert code == 0
+    config = json.loads((tmp_path / json.loads(out)[0]["path"] / "config.json").read_text())
+    assert config["config"][key] == value
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         (["run", "tyo"], "`study` must be one of toy, got 'tyo'; did you mean 'toy'."),

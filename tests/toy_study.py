@@ -2,12 +2,14 @@
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
 
 from joma.arguments import InputError
+from joma.files import checksum
 from joma.report.figure import canvas, measured, theory
 from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 
@@ -18,6 +20,9 @@ class Config:
     points: int = 4
     levels: tuple[float, ...] = (1.0, 2.0)
     mode: str = "run"
+    bold: bool = False
+    names: tuple[str, ...] | None = None
+    text: str = ""
 
 
 calls: list[Config] = []
@@ -40,7 +45,8 @@ def run(config: Config, context: Context) -> xr.Dataset:
     value = config.slope * time + 0.01 * seed[:, None]
     if config.mode == "nan":
         value[0] = np.nan
-    return xr.Dataset({"value": (("seed", "time"), value)}, {"seed": seed, "time": time})
+    found = xr.Dataset({"value": (("seed", "time"), value)}, {"seed": seed, "time": time})
+    return found.assign(diverged=("seed", [7] + [-1] * (len(seed) - 1))) if config.mode == "lose" else found
 
 
 def end(trajectory: xr.Dataset) -> xr.DataArray:
@@ -69,4 +75,5 @@ STUDY = Study(
         Claim("later", "Decided at the paper preset only.", end, at_most(2.005), presets=("paper",)),
     ),
     figures={"line": Drawing(draw, "Theory as a line, measurement as points.")},
+    inputs=lambda config: {"text_sha256": checksum(Path(config.text))} if config.text else {},
 )

@@ -15,7 +15,8 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
@@ -216,14 +217,26 @@ def changed(study: Any, preset: str, changes: tuple[str, ...]) -> Any:
 
     config = choice("preset", preset, study.presets).config
     fields = {field.name: field for field in dataclasses.fields(config)}
+    hints = get_type_hints(type(config))
     args: list[str] = []
     for change in changes:
         key, equals, value = change.partition("=")
         if not equals:
             raise InputError("--set", "KEY=VALUE", repr(change), "write for example --set steps=500")
         field = choice(f"--set key of {study.name}", key.replace("-", "_"), fields)
-        args += [f"--{field.name}", *(value.split(",") if isinstance(getattr(config, field.name), tuple) else [value])]
-    return tyro.cli(type(config), default=config, args=args, prog=f"joma run {study.name}") if args else config
+        args += [f"--{field.name}", *_words(hints[field.name], value)]
+    if not args:
+        return config
+    prog, plain = f"joma run {study.name}", (tyro.conf.FlagConversionOff,)
+    return tyro.cli(type(config), default=config, args=args, prog=prog, config=plain)
+
+
+def _words(hint: Any, value: str) -> list[str]:
+    """The words that tyro reads a value of this type from: a list is split at its commas, an empty one has none."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if any(get_origin(kind) is tuple for kind in kinds):
+        return value.split(",") if value else []
+    return [value.capitalize()] if bool in kinds and value.lower() in {"true", "false"} else [value]
 
 
 def chosen_device(name: str) -> str:

@@ -61,6 +61,8 @@ class Run:
         """
         if (self.out / "config.json").exists():
             raise StorageError(f"{self.out} is itself a run; choose a folder that holds runs with `--out`.")
+        if any(self.out.glob("*/config.json")):
+            raise StorageError(f"{self.out} holds the runs of one study; choose the folder above it with `--out`.")
         made = [folder for folder in (self.path, self.path.parent, self.out) if not folder.exists()]
         try:
             with lock(self.path):
@@ -79,7 +81,7 @@ class Run:
         file = self.path / "config.json"
         if not file.exists():
             return
-        there = {key: value for key, value in read_json(file).items() if key != "preset"}
+        there = {key: value for key, value in _record(file).items() if key != "preset"}
         if there != json.loads(json.dumps(self.identity)):
             said = f"study {there.get('study')!r}, version {there.get('version')}"
             raise StorageError(f"{self.path} holds another run ({said}); move it away or choose another `--out`.")
@@ -118,13 +120,21 @@ class Run:
 
 def read_claims(path: Path) -> dict[str, Any]:
     """Read a finished run's claims, after checking that its trajectory is the one they were measured on."""
-    record = read_json(path / "claims.json")
+    record = _record(path / "claims.json")
     trajectory = path / TRAJECTORY
     if not trajectory.exists():
         raise StorageError(f"{trajectory} is missing; delete {path} to run it again.")
     if checksum(trajectory) != record.get("trajectory_sha256"):
         raise StorageError(f"{trajectory} is cut short or altered since its claims were measured; {_again(path)}")
     return record
+
+
+def _record(file: Path) -> dict[str, Any]:
+    """Read a JSON file that holds names and values."""
+    found = read_json(file)
+    if not isinstance(found, dict):
+        raise StorageError(f"{file} is not what a run writes; delete {file.parent} to run it again.")
+    return found
 
 
 def _again(path: Path) -> str:

@@ -11,7 +11,7 @@ from joma import open_run
 from joma.arguments import InputError
 from joma.files import Held, StorageError, lock
 from joma.studies import MODULES, execute, load
-from joma.studies.base import Claim, at_least, at_most, between, near
+from joma.studies.base import Absent, Claim, at_least, at_most, between, near
 from toy_study import STUDY, Config
 
 
@@ -62,6 +62,46 @@ def test_nan_never_holds_and_stays_valid_json(tmp_path):
     assert verdicts(outcome)["end"] == verdicts(outcome)["each"] == "does not hold"
     record = json.loads((outcome.path / "claims.json").read_text())
     assert record["claims"][0]["measured"]["values"][0] is None
+
+
+def test_what_a_run_has_not_is_not_tested():
+    def missing(_):
+        raise Absent
+
+    judged = Claim("x", "x", missing, at_least(0.0)).judge(xr.Dataset({"x": ("seed", [1.0])}), "quick")
+    assert (judged["verdict"], judged["measured"]["values"]) == ("not tested at this preset", [None])
+
+
+def test_lost_seeds_are_told_and_logged(tmp_path):
+    with pytest.warns(UserWarning, match="toy: the loss of seeds 0 was not finite"):
+        outcome = execute(STUDY, out=tmp_path, config=Config(mode="lose"))
+    assert "the loss of seeds 0 was not finite" in (outcome.path / "log.txt").read_text()
+
+
+def test_another_text_of_the_same_name_is_another_run(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("one")
+    config = Config(text=str(text))
+    first = execute(STUDY, out=tmp_path, config=config)
+    assert execute(STUDY, out=tmp_path, config=config).reused
+    text.write_text("two")
+    second = execute(STUDY, out=tmp_path, config=config)
+    assert not second.reused
+    assert second.path != first.path
+
+
+@pytest.mark.parametrize("file", ["config.json", "claims.json"])
+def test_json_of_another_kind_is_named(tmp_path, file):
+    path = execute(STUDY, out=tmp_path).path
+    (path / file).write_text("[]")
+    with pytest.raises(StorageError, match=f"{file} is not what a run writes; delete"):
+        execute(STUDY, out=tmp_path)
+
+
+def test_the_folder_of_one_study_is_no_place_for_another(tmp_path):
+    execute(STUDY, out=tmp_path)
+    with pytest.raises(StorageError, match="holds the runs of one study; choose the folder above it"):
+        execute(STUDY, out=tmp_path / "toy")
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.floats(-5, 5), st.booleans())

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Verdict = Literal["holds", "does not hold", "not tested at this preset"]
+
+
+class Absent(Exception):
+    """A run has not what a claim is about: an arm that was left out, a size that was not trained."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ class Claim:
     Attributes:
         name: a short name, unique within the study.
         said: the sentence, with its source.
-        measure: from the run's Dataset to one number, or to an array over `seed`.
+        measure: from the run's Dataset to one number, or to an array over `seed`; `Absent` where the run has not what
+            the claim is about, which is then not tested.
         expected: where the number must lie: `at_most`, `at_least`, `between` or `near`.
         across: whether `every` seed must lie there, or the `mean` over seeds.
         presets: the presets at which the claim can be decided; elsewhere it is measured but not judged.
@@ -103,12 +109,16 @@ class Claim:
 
     def judge(self, trajectory: xr.Dataset, preset: str) -> dict[str, Any]:
         """Measure the claim on a run: a record for `claims.json`, with the spread over seeds and the verdict."""
-        values = np.atleast_1d(np.asarray(self.measure(trajectory), dtype=np.float64))
+        there = preset in self.presets and trajectory.sizes.get("seed", 1) >= self.seeds
+        try:
+            values = np.atleast_1d(np.asarray(self.measure(trajectory), dtype=np.float64))
+        except Absent:
+            values, there = np.array([np.nan]), False
         if values.ndim != 1:
             raise TypeError(f"claim {self.name!r}: `measure` must return a number or one value a seed")
         judged = values if self.across == "every" else values.mean(keepdims=True)
         verdict: Verdict = "holds" if all(value in self.expected for value in judged) else "does not hold"
-        if preset not in self.presets or trajectory.sizes.get("seed", 1) < self.seeds:
+        if not there:
             verdict = "not tested at this preset"
         return {
             "name": self.name,
@@ -193,6 +203,8 @@ class Study:
         figures: drawings by name, each from the Dataset alone: drawing never recomputes.
         threads: torch's threads while it runs, None for as many as torch likes; 1 where tensors are so small that
             threads would spend their time waiting for each other.
+        inputs: from a config to what else decides the result, by name, such as the checksum of a text that it names;
+            part of the run's hash as the config is.
     """
 
     name: str
@@ -205,6 +217,7 @@ class Study:
     claims: tuple[Claim, ...]
     figures: Mapping[str, Drawing] = field(default_factory=dict)
     threads: int | None = None
+    inputs: Callable[[Any], Mapping[str, str]] = lambda _: {}
 
 
 @dataclass(frozen=True)
@@ -249,7 +262,7 @@ def execute(
     fields = dataclasses.asdict(config)
     for name, value in fields.items():
         _numbers(name, value)
-    run = Run(Path(out), study.name, study.version, fields, tuple(range(count)))
+    run = Run(Path(out), study.name, study.version, {**fields, **study.inputs(config)}, tuple(range(count)))
     with run.hold():
         if run.finished:
             record = read_claims(run.path)
@@ -258,12 +271,25 @@ def execute(
         begun = time.perf_counter()
         with _threads(study.threads):
             result = study.run(config, Context(tuple(run.seeds), device, progress, run.path / "checkpoints"))
+        _tell_lost(result, run)
         trajectory = run.save(result, device=device, wall_time=time.perf_counter() - begun)
         claims = [claim.judge(trajectory, preset) for claim in study.claims]
         _draw(study, trajectory, run.path)
         wall_time = time.perf_counter() - begun
         run.finish(claims, wall_time=wall_time)
     return Outcome(study.name, preset, run.path, claims, wall_time, reused=False)
+
+
+def _tell_lost(result: xr.Dataset, run: Run) -> None:
+    """Say which seeds were lost, if any: what is measured of them is NaN from then on."""
+    if "diverged" not in result:
+        return
+    lost = (result.diverged >= 0).any([dim for dim in result.diverged.dims if dim != "seed"])
+    seeds = result.seed.values[lost.values]
+    if len(seeds):
+        line = f"the loss of seeds {', '.join(map(str, seeds))} was not finite from some step on; they were held there"
+        run.log(line)
+        warnings.warn(f"{run.study}: {line}.", stacklevel=3)
 
 
 def _numbers(name: str, value: Any) -> None:
