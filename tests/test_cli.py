@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import toy_study  # noqa: F401  (registered below by name)
-from joma import cli, studies
+from joma import __main__, cli, studies
 from joma.files import lock
 from joma.runs import open_run
 from joma.watch import loading
@@ -269,6 +269,18 @@ def test_probe_names_what_is_wrong_and_measures_the_rest(checkpoints, tmp_path, 
     assert "download it again" in out
 
 
+def test_probes_of_other_places_and_choices_do_not_overwrite_each_other(checkpoints, tmp_path, capsys):
+    places = [tmp_path / "a" / "my series", tmp_path / "b" / "my series"]
+    for place in places:
+        shutil.copytree(checkpoints, place, ignore=shutil.ignore_patterns("step[1-4]"))
+    asked = [(place,) for place in places] + [(places[0], "--revisions", "step0")]
+    outs = [joma("probe", *args, "--out", tmp_path / "out", "--json", capsys=capsys)[1] for args in asked]
+    folders = [Path(json.loads(out)["out"]) for out in outs]
+    assert len(set(folders)) == 3
+    assert all((folder / "trajectory.nc").exists() for folder in folders)
+    assert folders[2].parent == folders[0]  # measured once
+
+
 @pytest.mark.parametrize("steps", [["step0"], ["step0", "step1"]])
 @pytest.mark.parametrize("name", ["wte.weight", "mlp.fc1.weight"])
 def test_probe_draws_what_there_is(steps, name, tmp_path, capsys):
@@ -294,6 +306,8 @@ def test_probe_draws_what_there_is(steps, name, tmp_path, capsys):
         (["{}", "--text", "nowhere.txt"], "`text` must be a file that can be read, got nowhere.txt"),
         (["{}", "--text", "{}/../short.txt"], "`text` must be at least two tokens long, got 1; give a longer text."),
         (["{}", "--text", "{}/step0/model.safetensors"], "`text` must be a file of UTF-8 text"),
+        (["{}", "--out", "{}/../short.txt"], "Not a directory; choose a folder that you may write to with `--out`."),
+        (["{}", "--out", "{}/../short.txt/below"], "Not a directory"),
     ],
 )
 def test_probe_says_bad_input_in_one_line(args, message, checkpoints, capsys, monkeypatch):
@@ -306,3 +320,12 @@ def test_probe_says_bad_input_in_one_line(args, message, checkpoints, capsys, mo
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_ctrl_c_before_anything_is_begun_is_one_line(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "main", interrupted)
+    assert __main__.run() == 130
+    assert capsys.readouterr().err == "joma: interrupted before anything was begun.\n"

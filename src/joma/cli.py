@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -142,6 +142,7 @@ class Probe:
     """Print one JSON document instead of tables."""
 
     def __call__(self) -> int:
+        from joma.files import check_writable
         from joma.progress import Bars
         from joma.report.probe import save, summary, tables
         from joma.report.table import show
@@ -150,9 +151,9 @@ class Probe:
 
         text = None if self.text is None else read_text(self.text)
         series = Checkpoints(self.model, revisions=self.revisions or None, pattern=self.pattern)
-        place = str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model
-        folder = self.out / re.sub(r"[^\w.-]+", "--", place).strip("-")
-        found = probe(series, text=text, store=Store(folder / "measures"), progress=Bars())
+        kept, folder = self._folders(text)
+        check_writable(folder)
+        found = probe(series, text=text, store=Store(kept / "measures"), progress=Bars())
         for table in () if self.json else tables(found.data, found.audit.faults):  # faults before any figure
             show(table)
         save(found.data, found.audit.faults, folder)
@@ -162,6 +163,17 @@ class Probe:
         else:
             sys.stdout.write(f"{folder}\n")
         return CLAIM_FAILED if found.audit.incomplete else DONE
+
+    def _folders(self, text: Any) -> tuple[Path, Path]:
+        """Where measures are kept, a folder for each model or series, and the results: there, or of a choice below.
+
+        Folders of one name in different places have different ones, and so have different choices.
+        """
+        place = Path(self.model).resolve()
+        name = f"{place.name}-{_short(str(place))}" if place.is_dir() else self.model.replace("/", "--")
+        chosen = (self.revisions, self.pattern, text)
+        kept = self.out / name
+        return kept, kept if chosen == ((), None, None) else kept / f"of-{_short(repr(chosen))}"
 
 
 @dataclass(frozen=True)
@@ -237,6 +249,11 @@ def _words(hint: Any, value: str) -> list[str]:
     if any(get_origin(kind) is tuple for kind in kinds):
         return value.split(",") if value else []
     return [value.capitalize()] if bool in kinds and value.lower() in {"true", "false"} else [value]
+
+
+def _short(text: str) -> str:
+    """A few letters that tell texts apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 def chosen_device(name: str) -> str:

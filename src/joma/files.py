@@ -67,6 +67,13 @@ def storage_error(path: Path, cause: OSError) -> StorageError:
     return StorageError(f"cannot write {path}: {os.strerror(number) if number else cause}; {remedy}.")
 
 
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that could not be made or written to, before any work is done for it."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise storage_error(folder, OSError(errno.EACCES if there.is_dir() else errno.ENOTDIR, "refused"))
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path`, whole."""
 

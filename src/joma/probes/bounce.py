@@ -49,7 +49,9 @@ def measure_bounce(
     T is the clearest rise from a run of points to all that follow it. T* are its values on the best curve that never
     rises, with normal noise added. The noise's σ is estimated from second differences, which a smooth curve hardly
     has, σ² = mean (y_{k−1} − 2 y_k + y_{k+1})² / 6, anew in every draw; it is taken to be independent from point to
-    point. A small p says that this curve rises; whether others would, the spread over seeds must tell.
+    point. Where a curve falls steeply between two points, that fall is taken for noise, and a rise must be the clearer:
+    with few points after a steep fall the test errs on the side of no bounce. A small p says that this curve rises;
+    whether others would, the spread over seeds must tell.
 
     Args:
         steps: [step], increasing.
