@@ -35,6 +35,20 @@ def test_a_bar_shows_label_count_and_note(capsys):
 
 
 @pytest.mark.usefixtures("terminal")
+def test_what_was_done_earlier_counts_but_not_in_the_rate(capsys, monkeypatch):
+    clock = iter((100.0, 110.0))
+    monkeypatch.setattr("joma.progress.time.monotonic", lambda: next(clock))
+    bars = Bars(patience=2.0)
+    with bars.task("training", total=1000) as task:
+        task.skip(900)
+        task.advance(20)
+        bars.display.refresh()
+    shown = capsys.readouterr().err
+    assert "920/1000" in shown
+    assert "2/s" in shown
+
+
+@pytest.mark.usefixtures("terminal")
 def test_what_is_quick_shows_nothing(capsys):
     work(Bars(patience=1000.0))
     assert capsys.readouterr().err == ""

@@ -25,6 +25,7 @@ def test_logarithmic_grows_by_a_bounded_factor(count, total):
     assert all(later + 1 <= factor * (earlier + 2) + 1 for earlier, later in itertools.pairwise(steps))
 
 
-def test_listed_refuses_steps_beyond_the_end():
-    with pytest.raises(InputError, match=r"between 0 and 10, got \[11\]"):
-        schedule.listed([3, 11], 10)
+@pytest.mark.parametrize("wrong", [11, -1, 1.5, "x", True])
+def test_listed_refuses_steps_beyond_the_end_and_what_is_no_step(wrong):
+    with pytest.raises(InputError, match=rf"`steps` must be a whole number in \[0, 10\], got {wrong!r}"):
+        schedule.listed(iter([3, wrong]), 10)  # the types in a list would be checked before

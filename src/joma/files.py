@@ -121,7 +121,7 @@ def lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Held(f"{folder} is held by another process; wait for it or choose another `--out`.") from None
+            raise Held(f"{folder} is held by another process; wait for it or choose another folder.") from None
         yield
     finally:
         os.close(handle)

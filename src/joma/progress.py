@@ -19,6 +19,9 @@ class Task:
     def advance(self, amount: int = 1) -> None:
         """Count `amount` more units as done."""
 
+    def skip(self, amount: int) -> None:
+        """Count `amount` units as done earlier, before the first `advance`: they took no time here."""
+
     def say(self, note: str) -> None:
         """Show a few words beside the bar, such as the loss."""
 
@@ -87,19 +90,23 @@ class Bars(Progress):
 class _Bar(Task):
     def __init__(self, bars: Bars, label: str, total: int) -> None:
         self.bars, self.label, self.total = bars, label, total
-        self.begun, self.done = time.monotonic(), 0
+        self.begun, self.done, self.skipped = time.monotonic(), 0, 0
         self.line: TaskID | None = None
         self.note = ""
 
     def advance(self, amount: int = 1) -> None:
         self.done += amount
         elapsed = time.monotonic() - self.begun
-        rate = f"{self.done / elapsed:.3g}/s" if elapsed > self.bars.patience else ""
+        rate = f"{(self.done - self.skipped) / elapsed:.3g}/s" if elapsed > self.bars.patience else ""
         if self.line is not None:
             self.bars.display.update(self.line, completed=self.done, rate=rate)
         elif rate:
             fields = {"total": self.total, "completed": self.done, "rate": rate, "note": self.note}
             self.line = self.bars.add(self.label, **fields)
+
+    def skip(self, amount: int) -> None:
+        self.done += amount
+        self.skipped += amount
 
     def say(self, note: str) -> None:
         self.note = note

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from joma.arguments import InputError, whole
+from joma.arguments import whole
 
 
 def every(interval: int, total: int) -> tuple[int, ...]:
@@ -36,8 +36,5 @@ def listed(steps: Iterable[int], total: int) -> tuple[int, ...]:
     >>> listed([5, 2], 10)
     (0, 2, 5, 10)
     """
-    chosen = {0, total, *steps}
-    beyond = [step for step in chosen if not 0 <= step <= total]
-    if beyond:
-        raise InputError("steps", f"between 0 and {total}", sorted(beyond), "drop those or train longer")
-    return tuple(sorted(chosen))
+    total = whole("total", total, low=0)
+    return tuple(sorted({0, total, *(whole("steps", step, low=0, high=total) for step in steps)}))

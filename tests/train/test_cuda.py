@@ -62,22 +62,26 @@ def test_halved_weights_train_as_whole_ones(monkeypatch, compiled):
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 @pytest.mark.parametrize("shape", [(4,), (2, 50)])
-def test_a_lost_seed_is_held_where_it_was_in_every_replay(monkeypatch, rule, shape):
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_lost_seed_is_held_where_it_was_in_every_replay(monkeypatch, rule, shape, clip):
     """Its gradients are NaN from step 3 on, those of the others as they would be without it; large ones and packed."""
     monkeypatch.setattr(module, "LARGE", 200)
 
-    def train(steps):
+    def train(steps, first=3):
         model = torch.nn.Module()
         model.p = torch.nn.Parameter(torch.linspace(1, 2, 3).cuda().view(3, *(1,) * len(shape)).repeat(1, *shape))
 
         def loss(model, step):
-            gone = (torch.arange(3, device="cuda") == 1) & (step >= 3)
+            gone = (torch.arange(3, device="cuda") == 1) & (step >= first)
             return (model.p.flatten(1) ** 2).sum(-1) * torch.where(gone, torch.nan, 1.0)
 
-        run = fit(model, loss, optimiser=Optimiser(rule, 0.01, weight_decay=0.1), steps=steps, at=(steps,))
+        optimiser = Optimiser(rule, 0.01, weight_decay=0.1, clip=clip)
+        run = fit(model, loss, optimiser=optimiser, steps=steps, at=(steps,))
         return run, model.p.detach()
 
-    (run, there), (_, before) = train(9), train(3)
+    (run, there), (_, before), (free, without) = train(9), train(3), train(9, first=100)
+    assert free.diverged.values.tolist() == [-1, -1, -1]
     assert run.diverged.values.tolist() == [-1, 3, -1]
     assert there[1].equal(before[1])
+    assert there[[0, 2]].equal(without[[0, 2]])
     assert (there[[0, 2]] < before[[0, 2]]).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from joma.data.tokens import token_classes
 from joma.models import ATTENTIONS, Block
 from joma.progress import Progress, Task
 from joma.train import Optimiser, fit
+from joma.train.loop import _Training
 
 STEPS = 15
 
@@ -77,7 +79,7 @@ def test_a_seed_trains_as_it_would_alone_in_a_plain_loop(rule, attention, seeds)
             plain.step()
 
 
-def quadratic(model, _step):
+def quadratic(model, _step) -> Any:
     return sum((p.flatten(1) ** 2).sum(-1) for p in model.parameters()) / 2
 
 
@@ -170,6 +172,65 @@ def test_reports_each_update_as_progress():
     assert told == [("block", 3), 1, 1, 1]
 
 
+def test_what_was_done_earlier_is_skipped_in_the_progress(tmp_path):
+    told = []
+
+    class Tally(Task):
+        def skip(self, amount):
+            told.append(("skipped", amount))
+
+        def advance(self, amount=1):
+            told.append(amount)
+
+    class Told(Progress):
+        @contextmanager
+        def task(self, label, total):  # noqa: ARG002
+            yield Tally()
+
+    def loss(model, step):
+        if step == 3 and not told:
+            raise RuntimeError("power cut")
+        return quadratic(model, step)
+
+    options = {"optimiser": Optimiser(), "steps": 4, "checkpoints": tmp_path, "save": [2]}
+    with pytest.raises(RuntimeError):
+        fit(Numbers(p=[[1.0]]), loss, **options)
+    fit(Numbers(p=[[1.0]]), loss, progress=Told(), **options)
+    assert told == [("skipped", 2), 1, 1]
+
+
+@pytest.mark.parametrize("rule", [Optimiser("sgd", 0.1), Optimiser("adam", 0.1, restart=2)])
+@pytest.mark.parametrize("start", [0, 4, 5])
+def test_steps_on_trial_are_all_the_first_one_and_change_nothing(rule, start):
+    """As they come before a step is captured on CUDA; here without one."""
+    asked = []
+
+    def loss(model, step):
+        asked.append(int(step))
+        model.seen.add_(1)
+        return quadratic(model, step) * torch.tensor([1.0, torch.nan])
+
+    model = Numbers(p=[[1.0], [2.0]])
+    model.register_buffer("seen", torch.tensor(0))
+    options = {"precision": "highest", "compiled": False, "dynamic": False}
+    training = _Training(model, loss, rule, lambda *_: {}, **options)
+    training.prepare(start)
+    before = {name: own.clone() for name, own in training.state().items()}
+    with training._on_trial():
+        training._trials(start)
+        assert int(training.now) == start + 1
+        assert next(model.parameters())[0].item() != 1.0
+    assert asked == [start] * 3
+    assert all(own.equal(before[name]) for name, own in training.state().items())
+
+
+def test_bfloat16_is_recorded_in_float32():
+    model = Numbers(p=[[1.0], [2.0]]).bfloat16()
+    run = fit(model, quadratic, optimiser=Optimiser("sgd", 0.5), steps=2, record=lambda m, _: {"p": m.p[:, 0]})
+    assert run.p.dtype == run.loss.dtype == np.float32
+    assert run.p.values.tolist() == [[1.0, 0.5, 0.25], [2.0, 1.0, 0.5]]
+
+
 def test_no_steps_record_the_start():
     run = fit(Numbers(p=[[2.0]]), quadratic, optimiser=Optimiser(), steps=0, at=schedule.every(5, 0))
     assert run.loss.values.tolist() == [[2.0]]
@@ -182,6 +243,10 @@ def test_no_steps_record_the_start():
         ({"steps": -1}, "steps"),
         ({"at": [0, 9]}, "at"),
         ({"at": []}, "at"),
+        ({"save": [-5]}, "save"),
+        ({"save": iter(["x"])}, "save"),
+        ({"save": [1, 99]}, "save"),
+        ({"loss": lambda m, _: (m.p.detach() ** 2).sum(-1)}, "loss"),
         ({"seeds": (0,)}, "seeds"),
         ({"record": lambda m, _: {"p": m.p}}, "dims"),
         ({"record": lambda m, _: {"p": m.p.mean()}}, "record"),
@@ -195,8 +260,11 @@ def test_bad_options_are_named(options, names):
         fit(Numbers(p=[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), options.pop("loss"), **options)
 
 
-@pytest.mark.parametrize("model", [Numbers(), Numbers(p=1.0), Numbers(p=[1.0, 2.0], q=[1.0])])
-def test_a_model_without_the_seed_axis_is_refused(model):
+FROZEN = Numbers(p=[[1.0]]).requires_grad_(False)
+
+
+@pytest.mark.parametrize("model", [Numbers(), Numbers(p=1.0), Numbers(p=[1.0, 2.0], q=[1.0]), Numbers(p=[]), FROZEN])
+def test_a_model_without_the_seed_axis_or_anything_to_train_is_refused(model):
     with pytest.raises(InputError, match="`model`"):
         fit(model, quadratic, optimiser=Optimiser(), steps=1)
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from joma import open_run
-from joma.files import StorageError
+from joma.files import Held, StorageError
 from joma.train import Optimiser, fit
 from joma.train.checkpoint import Checkpoints, DamagedCheckpoint
 
@@ -31,23 +33,25 @@ def test_killed_twenty_times_a_run_ends_with_the_same_bits(tmp_path):
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["killed"] == 20
     assert report["same"] == dict.fromkeys(report["same"], True)
-    assert {"400.safetensors", "400.safetensors.sha256"} <= set(report["files"])
+    assert report["files"] == ["400.safetensors", "400.safetensors.sha256"]
 
 
 class Numbers(nn.Module):
-    def __init__(self, values):
+    def __init__(self, values, more=None):
         super().__init__()
         self.p = nn.Parameter(torch.tensor(values, dtype=torch.float64))
+        if more is not None:
+            self.more = nn.Parameter(torch.ones(len(values)), requires_grad=more)
 
 
 def quadratic(model, _step):
     return (model.p**2).sum(-1) / 2
 
 
-def trained(folder, steps=20, save=(5, 10, 15), loss=quadratic, values=((1.0, 2.0), (3.0, 4.0))):
-    model = Numbers(values)
-    run = fit(model, loss, optimiser=Optimiser("adam", 0.1), steps=steps, checkpoints=folder, save=save,
-              record=lambda m, _: {"p": m.p}, dims={"p": ("token",)})  # fmt: skip
+def trained(folder, loss=quadratic, values=((1.0, 2.0), (3.0, 4.0)), more=None, **options):
+    model = Numbers(values, more)
+    options = {"optimiser": Optimiser("adam", 0.1), "steps": 20, "save": (5, 10, 15), **options}
+    run = fit(model, loss, checkpoints=folder, record=lambda m, _: {"p": m.p}, dims={"p": ("token",)}, **options)
     return model.p.detach().clone(), run
 
 
@@ -66,6 +70,15 @@ def test_only_the_newest_two_are_kept_and_a_finished_run_keeps_one(tmp_path):
     assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == ["10.safetensors", "15.safetensors"]
     trained(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["20.safetensors", "20.safetensors.sha256"]
+
+
+def test_saves_that_come_too_soon_are_left_out(tmp_path):
+    with pytest.raises(RuntimeError, match="power cut"):
+        trained(tmp_path, loss=stopping_at(17), spare=1e9)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(RuntimeError, match="power cut"):
+        trained(tmp_path, loss=stopping_at(17), spare=1e-9)
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == ["10.safetensors", "15.safetensors"]
 
 
 def test_a_finished_run_is_loaded_not_trained(tmp_path):
@@ -88,7 +101,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path_factory,
     else:
         del content[cut % len(content) :]
     newest.write_bytes(bytes(content))
-    with pytest.warns(DamagedCheckpoint, match=newest.name):
+    with pytest.warns(DamagedCheckpoint, match=f"{newest.name} .*; the checkpoint of step {stop // 5 * 5 - 5} is used"):
         weights, run = trained(folder)
     expected, whole = trained(folder / "other")
     assert torch.equal(weights, expected)
@@ -100,19 +113,161 @@ def test_a_checkpoint_without_its_checksum_does_not_count(tmp_path):
     store.save(3, {"x": torch.ones(2)})
     store.save(6, {"x": torch.zeros(2)})
     (tmp_path / "6.safetensors.sha256").unlink()
-    generation = store.load()
+    with pytest.warns(
+        DamagedCheckpoint, match=r"6\.safetensors has no checksum file; the checkpoint of step 3 is used"
+    ):
+        generation = store.load()
     assert generation is not None
     assert generation.step == 3
     assert torch.equal(generation.tensors["x"], torch.ones(2))
 
 
-@pytest.mark.parametrize("change", [{"values": ((1.0, 2.0, 3.0),)}, {"steps": 12}])
-def test_checkpoints_of_another_run_are_refused(tmp_path, change):
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe broken", b"0" * 64])
+def test_a_checksum_that_is_broken_is_named_and_where_nothing_is_left_the_run_begins_anew(tmp_path, content):
     with pytest.raises(RuntimeError):
-        trained(tmp_path, loss=stopping_at(17))
-    with pytest.raises(StorageError, match="another model or a longer run; choose another folder"):
-        trained(tmp_path, **change)
-    assert (tmp_path / "15.safetensors").exists()
+        trained(tmp_path, save=(5,), loss=stopping_at(7))
+    (tmp_path / "5.safetensors.sha256").write_bytes(content)
+    with pytest.warns(DamagedCheckpoint, match=r"5\.safetensors is cut short or altered; the run begins at step 0"):
+        weights, run = trained(tmp_path)
+    expected, whole = trained(tmp_path / "other")
+    assert torch.equal(weights, expected)
+    assert run.identical(whole)
+
+
+LEFT = ("2.safetensors", "3.safetensors.sha256", ".161-a_b0c.safetensors", ".161.safetensors-a_b0c.sha256")
+OTHERS = ("notes.safetensors", ".hidden", "07.safetensors")
+
+
+@settings(max_examples=25)  # every save is flushed to the disk
+@given(
+    saved=st.sets(st.integers(4, 30), min_size=1, max_size=5),
+    keep=st.integers(1, 4),
+    damaged=st.sets(st.integers(4, 30)),
+)
+def test_a_save_removes_what_is_older_and_not_whole(tmp_path_factory, saved, keep, damaged):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for step in saved:
+        Checkpoints(folder).save(step, {"x": torch.ones(2)}, keep=99)
+    damaged &= saved
+    for step in damaged:
+        (folder / f"{step}.safetensors").write_bytes(b"cut")
+    for name in (*LEFT, *OTHERS):
+        (folder / name).touch()
+    store = Checkpoints(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamagedCheckpoint)
+        found = store.load()
+    assert (found.step if found else None) == max(saved - damaged, default=None)
+    store.save(31, {"x": torch.zeros(2)}, keep=keep)
+    passed = {step for step in damaged if found is None or step > found.step}
+    kept = [*sorted(saved - passed), 31][-keep:]
+    expected = {f"{step}.safetensors{more}" for step in kept for more in ("", ".sha256")}
+    assert {file.name for file in folder.iterdir()} == {*expected, *OTHERS}
+
+
+def test_a_finished_run_is_tidied_where_it_was_killed_before_it_could_be(tmp_path):
+    trained(tmp_path)
+    for name in LEFT:
+        (tmp_path / name).touch()
+    trained(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["20.safetensors", "20.safetensors.sha256"]
+
+
+ADAM, SGD = Optimiser("adam", 0.1), Optimiser("sgd", 0.1)
+CHANGES = {
+    "steps": {"steps": 40},
+    "at": {"at": (0, 2)},
+    "model": {"values": ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0))},
+    "optimiser": {"optimiser": Optimiser("adam", 0.2)},
+    "seeds": {"seeds": (7, 8)},
+}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("differs", sorted(CHANGES))
+def test_checkpoints_of_another_run_are_refused(tmp_path, differs, finished):
+    with nullcontext() if finished else pytest.raises(RuntimeError):
+        trained(tmp_path, loss=quadratic if finished else stopping_at(17))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StorageError, match=rf"{tmp_path} .* another run, which differs in {differs}; choose another"):
+        trained(tmp_path, **CHANGES[differs])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("first", "second"), [(ADAM, SGD), (SGD, ADAM)])
+def test_checkpoints_of_another_rule_are_refused(tmp_path, first, second):
+    with pytest.raises(RuntimeError):
+        trained(tmp_path, loss=stopping_at(17), optimiser=first)
+    with pytest.raises(StorageError, match="differs in optimiser"):
+        trained(tmp_path, optimiser=second)
+
+
+def test_a_parameter_frozen_since_is_refused(tmp_path):
+    with pytest.raises(RuntimeError):
+        trained(tmp_path, loss=stopping_at(17), more=True)
+    with pytest.raises(StorageError, match="differs in model"):
+        trained(tmp_path, more=False)
+
+
+def test_checkpoints_that_do_not_name_their_run_are_refused(tmp_path):
+    trained(tmp_path)
+    found = Checkpoints(tmp_path).load()
+    assert found is not None
+    Checkpoints(tmp_path).save(20, found.tensors)
+    with pytest.raises(StorageError, match=rf"{tmp_path} .* do not name their run; choose another folder, or delete"):
+        trained(tmp_path)
+
+
+def test_other_moments_to_record_are_fine_while_they_are_still_to_come(tmp_path):
+    with pytest.raises(RuntimeError):
+        trained(tmp_path, loss=stopping_at(17), at=(0, 14, 18))
+    weights, run = trained(tmp_path, at=(0, 14, 15, 20))
+    expected, whole = trained(tmp_path / "other", at=(0, 14, 15, 20))
+    assert torch.equal(weights, expected)
+    assert run.identical(whole)
+
+
+def test_a_folder_is_held_while_it_is_written_to(tmp_path):
+    def loss(model, now):
+        with pytest.raises(Held):
+            trained(tmp_path)
+        return quadratic(model, now)
+
+    trained(tmp_path, loss=loss, steps=2, save=())
+    trained(str(tmp_path), steps=2, save=())  # a path as words will do
+
+
+def test_buffers_go_on_where_they_were(tmp_path):
+    def counting(stop):
+        def loss(model, now):
+            model.mean.mul_(0.5).add_(model.p.detach())
+            model.count.add_(1)
+            if int(now) == stop:
+                raise RuntimeError("power cut")
+            return quadratic(model, now) * (1 + model.mean.square().sum(-1))
+
+        return loss
+
+    def model():
+        own = Numbers(((1.0, 2.0), (3.0, 4.0)))
+        both = torch.zeros(4, 2, dtype=torch.float64)
+        own.register_buffer("mean", both[:2])
+        own.register_buffer("rest", both[2:])  # views of one tensor
+        own.register_buffer("count", torch.tensor(0))
+        own.register_buffer("passing", torch.zeros(3), persistent=False)
+        return own
+
+    whole, torn, again = model(), model(), model()
+    options = {"optimiser": ADAM, "steps": 20, "save": (5, 10, 15)}
+    run = fit(whole, counting(None), **options)
+    with pytest.raises(RuntimeError):
+        fit(torn, counting(17), checkpoints=tmp_path, **options)
+    assert fit(again, counting(None), checkpoints=tmp_path, **options).identical(run)
+    assert all(own.equal(again.state_dict()[name]) for name, own in whole.state_dict().items())
+    found = Checkpoints(tmp_path).load()
+    assert found is not None
+    assert "buffer/count" in found.tensors
+    assert "buffer/passing" not in found.tensors
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -159,6 +314,20 @@ def test_ctrl_c_in_the_last_step_is_saved_too(tmp_path):
     expected, whole = trained(tmp_path / "other")
     assert torch.equal(weights, expected)
     assert run.identical(whole)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_ctrl_c_after_the_last_update_is_not_swallowed(tmp_path, saved):
+    def loss(model, now):
+        if int(now) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return quadratic(model, now)
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path if saved else None, loss=loss)
+    if saved:
+        _, run = trained(tmp_path, loss=stopping_at(0))
+        assert run.identical(trained(tmp_path / "other")[1])
 
 
 def command(out):

@@ -10,11 +10,12 @@ bits as one never killed.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from joma import schedule
 from joma.arguments import InputError, choice, whole
-from joma.files import StorageError
+from joma.files import StorageError, lock
 from joma.progress import SILENT, Progress, Task
 from joma.train.checkpoint import Checkpoints, Generation
 from joma.train.interrupt import interruptible
@@ -52,8 +53,9 @@ def fit(
     at: Iterable[int] | None = None,
     dims: Mapping[str, Sequence[str]] | None = None,
     seeds: Sequence[int] | None = None,
-    checkpoints: Path | None = None,
+    checkpoints: Path | str | None = None,
     save: Iterable[int] | None = None,
+    spare: float = 0.0,
     precision: str = "highest",
     compiled: bool = True,
     dynamic: bool = False,
@@ -72,6 +74,10 @@ def fit(
     A seed whose loss is not finite is frozen where it is, and NaN is recorded for it from that step on; the others go
     on undisturbed.
 
+    A run that was saved goes on as if it had never stopped, provided that whatever is random in `loss` and `record`
+    comes from the step and a seed, as of `joma.noise`: the state of a generator that they draw from is not saved.
+    Parameters and persistent buffers of the model are, and what was recorded.
+
     Args:
         model: the seed is the leading axis of each of its parameters.
         loss: from the model and the step, a tensor without axes on the model's device, to each seed's loss, [seed]. On
@@ -83,8 +89,11 @@ def fit(
         at: the steps at which to record, e.g. of `joma.schedule`; every step if not given.
         dims: names of the axes after `seed` of what `record` returns, by variable.
         seeds: labels of the seed axis, 0, 1, … if not given.
-        checkpoints: a folder of its own; with one, the run is saved, and goes on from what is there.
+        checkpoints: a folder of its own; with one, the run is saved, and goes on from what is there. The folder is
+            held meanwhile. Checkpoints of another run, by its model, optimiser, steps, recorded steps or seeds, are
+            refused.
         save: the steps at which to save; ten of them if not given.
+        spare: seconds; a save that would come sooner after the last one, or after the start, is left out.
         precision: of float32 matrix products on CUDA, a name of `PRECISIONS`; the CPU's are always exact.
         compiled: whether the parts that the model calls `compiled` are compiled on CUDA before a step is captured.
         dynamic: compile for all sizes at once, where many models of other sizes train one after the other; else there
@@ -104,29 +113,38 @@ def fit(
            [2.     , 0.5    , 0.125  ]])
     """
     steps = whole("steps", steps, low=0)
-    moments = _moments(range(steps + 1) if at is None else at, steps)
-    saves = frozenset(schedule.every(max(1, steps // 10), steps) if save is None else save)
+    moments = _chosen("at", range(steps + 1) if at is None else at, steps)
+    if not moments:
+        raise InputError("at", "at least one step", "none", "use a policy of joma.schedule")
+    saves = _chosen("save", schedule.every(max(1, steps // 10), steps) if save is None else save, steps)
     options = {"precision": precision, "compiled": compiled, "dynamic": dynamic, "gradients": gradients}
     training = _Training(model, loss, optimiser, record, **options)
     labels = _labels(seeds, training.diverged)
-    store = None if checkpoints is None else Checkpoints(checkpoints)
-    start, finished = training.resume(store, steps)
-    if not finished:
-        with _products(precision), interruptible() as stop, progress.task(label, total=steps) as work:
-            training.prepare(start)
-            if start:
-                work.advance(start)
-            for step in range(start, steps + 1):
-                due = step in saves and step < steps  # after the last step the run is saved as finished
-                if store is not None and step > start and (due or stop):
-                    store.save(step, training.state())
-                if stop:
-                    raise KeyboardInterrupt
-                training.step(step, record=step in moments, update=step < steps)
-                if step < steps:
-                    training.tell(work)
-        if store is not None:
-            store.save(steps, training.state(final=True), keep=1)
+    store = None if checkpoints is None else Checkpoints(Path(checkpoints), _about(optimiser, steps, labels))
+    with nullcontext() if store is None else lock(store.folder):
+        start, finished = training.resume(store, moments)
+        if not finished:
+            with _products(precision), interruptible() as stop, progress.task(label, total=steps) as work:
+                training.prepare(start)
+                work.skip(start)
+                saved = time.monotonic()
+                for step in range(start, steps + 1):
+                    due = step in saves and step < steps  # after the last step the run is saved as finished
+                    due = due and time.monotonic() - saved >= spare
+                    if store is not None and step > start and (due or stop):
+                        store.save(step, training.state())
+                        saved = time.monotonic()
+                    if stop:
+                        raise KeyboardInterrupt
+                    training.step(step, record=step in moments, update=step < steps)
+                    if step < steps:
+                        training.tell(work)
+                if store is not None:
+                    store.save(steps, training.state(final=True), keep=1)
+            if stop:  # in the last step or while it was saved
+                raise KeyboardInterrupt
+        elif store is not None:
+            store.tidy(steps, keep=1)
     return _dataset(training.recorded, training.steps_lost(), sorted(moments), dims or {}, labels)
 
 
@@ -155,6 +173,7 @@ class _Training(Generic[Model]):
         self.diverged = torch.full((self.seeds,), NEVER, dtype=torch.long, device=device)
         self.losses = self.replayed = torch.zeros(self.seeds, device=device)
         self.recorded: dict[str, list[Tensor]] = {}
+        self.recorded_at: list[int] = []
         self.on_cuda = device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
         self.seen = time.monotonic()
@@ -163,10 +182,12 @@ class _Training(Generic[Model]):
         """On CUDA, capture a step before the first one, where the rule's moments are still zero."""
         self.now.fill_(start)
         if self.on_cuda:
-            self._capture()
+            self._capture(start)
 
     def step(self, step: int, *, record: bool, update: bool) -> None:
         """One step: eager where gradients are recorded and on the CPU, otherwise a replay of the captured one."""
+        if record:
+            self.recorded_at.append(step)
         if self.graph is not None and update and not (record and self.gradients):
             # Copies: the step that follows may change what the values are views of.
             before = {name: own.clone() for name, own in self.record(self.model, step).items()} if record else {}
@@ -191,6 +212,9 @@ class _Training(Generic[Model]):
         if losses.shape != (self.seeds,):
             expected, got = f"one value for each of {self.seeds} seeds", f"shape {tuple(losses.shape)}"
             raise InputError("loss", expected, got, "average over all axes but the seed's")
+        if not losses.requires_grad:
+            expected, got = "one that depends on the model's parameters", "a tensor without a gradient"
+            raise InputError("loss", expected, got, "compute it from the model, with nothing detached")
         losses.sum().backward()
         self.losses = losses.detach()
         fresh = ~self.losses.isfinite() & (self.diverged == NEVER)
@@ -200,7 +224,7 @@ class _Training(Generic[Model]):
         lost = self.diverged != NEVER
         return lost if bool(lost.any()) else None
 
-    def _capture(self) -> None:
+    def _capture(self, start: int) -> None:
         """Compile what repeats in the model and capture a whole step.
 
         The steps on trial that this takes change no parameter; all else that they change is put back.
@@ -210,8 +234,7 @@ class _Training(Generic[Model]):
         with self._on_trial(), self._halved(), parts:
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
-                for _ in range(3):
-                    self._captured_step()
+                self._trials(start)
             torch.cuda.current_stream().wait_stream(aside)
             self.rule.zero_grad()
             self.graph = torch.cuda.CUDAGraph()
@@ -257,14 +280,21 @@ class _Training(Generic[Model]):
             if gate is not None:
                 gate.fill_(1.0)
 
+    def _trials(self, start: int) -> None:
+        for _ in range(3):
+            self.now.fill_(start)  # the loss need not know any step but those of the run
+            self._captured_step()
+
     def _captured_step(self) -> None:
         self._backward()
         self.rule.update(self.now, self.diverged != NEVER)
         self.now.add_(1)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All that a step changes: parameters, the rule's state, the step and the seeds lost, by name."""
-        tensors: dict[str, Tensor] = {}
+        """All that a step changes: parameters, buffers, the rule's state, the step and the seeds lost, by name."""
+        persistent = self.model.state_dict()
+        buffers = {name: own for name, own in self.model.named_buffers() if name in persistent}
+        tensors = {f"buffer/{name}": own.detach() for name, own in buffers.items()}
         for name, parameter in self.model.named_parameters():
             tensors[f"model/{name}"] = parameter.detach()
             tensors |= {f"rule/{name}/{kind}": own for kind, own in self.rule.moments.get(name, {}).items()}
@@ -273,35 +303,50 @@ class _Training(Generic[Model]):
     def state(self, *, final: bool = False) -> dict[str, Tensor]:
         """What a checkpoint holds; a finished run needs no optimiser any more."""
         tensors = {name: own for name, own in self._tensors().items() if not (final and name.startswith("rule/"))}
+        # Buffers may be views of each other, parameters are not; a file wants each tensor on its own.
+        tensors = {name: own.clone() if name.startswith("buffer/") else own for name, own in tensors.items()}
         recorded = {f"recorded/{name}": torch.stack(values) for name, values in self.recorded.items()}
-        return tensors | recorded | {"finished": torch.tensor(final)}
+        at = torch.tensor(self.recorded_at, dtype=torch.long)
+        return tensors | recorded | {"at": at, "finished": torch.tensor(final)}
 
-    def resume(self, store: Checkpoints | None, steps: int) -> tuple[int, bool]:
+    def resume(self, store: Checkpoints | None, moments: frozenset[int]) -> tuple[int, bool]:
         """Take up the newest whole checkpoint; return the step to go on with, and whether all is done already."""
         found = None if store is None else store.load()
         if found is None or store is None:
             return 0, False
-        self._check(found, store, steps)
-        named = dict(self.model.named_parameters())
+        differs = self._differs(found, store, moments)
+        if differs:
+            other = f"of another run, which differs in {', '.join(differs)}"
+            which = other if found.about else "that do not name their run"
+            remedy = "choose another folder, or delete that one to begin anew"
+            raise StorageError(f"{store.folder} holds checkpoints {which}; {remedy}.")
+        own = self._tensors()
         with torch.no_grad():
             for name, tensor in found.tensors.items():
-                kind, _, rest = name.partition("/")
-                if kind == "model":
-                    named[rest].copy_(tensor)
-                elif kind == "rule":
-                    parameter, kind = rest.rsplit("/", 1)
-                    self.rule.moments[parameter][kind].copy_(tensor)
-                elif kind == "recorded":
-                    self.recorded[rest] = list(tensor)
-            self.diverged.copy_(found.tensors["diverged"])
+                if name in own:
+                    own[name].copy_(tensor)
+                elif name.startswith("recorded/"):
+                    self.recorded[name.removeprefix("recorded/")] = list(tensor)
+        self.recorded_at = found.tensors["at"].tolist()
         return found.step, bool(found.tensors["finished"])
 
-    def _check(self, found: Generation, store: Checkpoints, steps: int) -> None:
-        shapes = {f"model/{name}": own.shape for name, own in self.model.named_parameters()}
-        there = {name: own.shape for name, own in found.tensors.items() if name.startswith("model/")}
-        if there != shapes or found.step > steps:
-            remedy = "choose another folder, or delete that one to begin anew"
-            raise StorageError(f"{store.folder} holds checkpoints of another model or a longer run; {remedy}.")
+    def _differs(self, found: Generation, store: Checkpoints, moments: frozenset[int]) -> list[str]:
+        """The arguments by which a checkpoint is one of another run; none if it is one of this run."""
+        differs = [name for name, own in store.about.items() if found.about.get(name) != own]
+        if differs:
+            return differs
+        final = bool(found.tensors["finished"])
+        own, there = (
+            {
+                name: (own.shape, own.dtype)
+                for name, own in tensors.items()
+                if name.split("/")[0] not in ("at", "recorded")
+            }
+            for tensors in (self.state(final=final), found.tensors)
+        )
+        at = sorted(step for step in moments if step < found.step or final)
+        same = {"at": found.tensors["at"].tolist() == at, "model": own == there}
+        return [name for name, agrees in same.items() if not agrees]
 
     def tell(self, work: Task) -> None:
         """Count a step as done and, now and then, say what the loss is."""
@@ -352,11 +397,19 @@ def _products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _moments(at: Iterable[int], steps: int) -> frozenset[int]:
-    moments = frozenset(whole("at", step, low=0, high=steps) for step in at)
-    if not moments:
-        raise InputError("at", "at least one step", "none", "use a policy of joma.schedule")
-    return moments
+def _chosen(name: str, chosen: Iterable[int], steps: int) -> frozenset[int]:
+    return frozenset(whole(name, step, low=0, high=steps) for step in chosen)
+
+
+def _about(optimiser: Optimiser, steps: int, labels: Sequence[int]) -> dict[str, str]:
+    """What a checkpoint says of its run, by argument: of a schedule of rates the pattern alone."""
+    rule = {**vars(optimiser), "rates": dict(optimiser.rates), "schedules": list(optimiser.schedules)}
+    said = {"optimiser": rule, "steps": steps, "seeds": labels}
+    return {name: json.dumps(own, default=_plain, sort_keys=True) for name, own in said.items()}
+
+
+def _plain(value: Any) -> Any:
+    return np.asarray(value).tolist()
 
 
 def _seeds(model: nn.Module) -> int:
@@ -365,7 +418,10 @@ def _seeds(model: nn.Module) -> int:
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
         expected = "a module whose parameters all have the seed as leading axis"
         raise InputError("model", expected, shapes or "no parameters", "add that axis")
-    return next(iter(shapes.values()))[0]
+    seeds = next(iter(shapes.values()))[0]
+    if not seeds:
+        raise InputError("model", "one of at least one seed", shapes, "build it with a seed or more")
+    return seeds
 
 
 def _labels(seeds: Sequence[int] | None, diverged: Tensor) -> Sequence[int]:
@@ -381,7 +437,8 @@ def _keep(recorded: dict[str, list[Tensor]], values: Mapping[str, Tensor], lost:
         if value.shape[:1] != seeds:
             got = f"{name} of shape {tuple(value.shape)} for {len(values['loss'])} seeds"
             raise InputError("record", "tensors with the seed as leading axis", got, "keep that axis")
-        kept = value.detach().to("cpu", copy=True)
+        # NumPy does not know bfloat16.
+        kept = value.detach().to("cpu", torch.float32 if value.dtype == torch.bfloat16 else value.dtype, copy=True)
         if lost is not None and value.is_floating_point():
             kept[lost.cpu()] = torch.nan
         recorded.setdefault(name, []).append(kept)

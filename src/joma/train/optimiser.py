@@ -85,6 +85,9 @@ class Rule:
     def __init__(self, optimiser: Optimiser, model: nn.Module) -> None:
         self.optimiser = optimiser
         self.parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
+        if not self.parameters:
+            remedy = "let one train by `requires_grad_()`"
+            raise InputError("model", "one with a parameter to train", "frozen parameters alone", remedy)
         for name in optimiser.rates:
             choice("rates", name, self.parameters)
         kinds = () if optimiser.name == "sgd" else ("exp_avg", "exp_avg_sq")
