@@ -19,7 +19,7 @@ from joma.arguments import InputError
 from joma.data.trees import HBLT
 from joma.models.transformer import Decoder, DecoderConfig, Layer
 from joma.studies import hierarchy_order as study
-from joma.studies.base import Context
+from joma.studies.base import Context, Preset, execute
 from joma.theory import hierarchy
 
 SMALL = study.Config(width=8, steps=12, batch=8, pool=5, probes=96, moments=4)
@@ -245,7 +245,10 @@ def test_every_claim_holds_where_it_is_so(ideal):
             ("order-3", "order-3-mean", "gains-3", "bottom-up-3", "heights-3", "high-3"),
             lambda run: run.assign(gain=-run.gain),
         ),
-        (("order-1-mean", "gains-1", "bottom-up-1"), lambda run: run.assign(gain_single=0 * run.gain_single)),
+        (
+            ("order-1", "order-1-mean", "gains-1", "bottom-up-1", "heights-1", "high-1"),
+            lambda run: run.assign(gain_single=0 * run.gain_single),
+        ),
         (("same-tokens",), lambda run: run.assign(marginal=run.marginal + 1e-9 * (run.tree == "deep"))),
         (
             ("later", "later-matched"),
@@ -265,6 +268,44 @@ def test_every_claim_holds_where_it_is_so(ideal):
 def test_a_claim_fails_on_a_run_that_contradicts_it(ideal, claims, spoil):
     found = verdicts(spoil(ideal))
     assert {found[name] for name in claims} == {"does not hold"}
+
+
+@pytest.mark.parametrize("begin", [1, len(STEPS) - 1])
+@pytest.mark.parametrize("tree", ["deep", "shallow", "matched", "single"])
+def test_a_lost_seed_is_nan_in_every_claim_that_uses_it(ideal, begin, tree):
+    """From whichever step on it was lost, though it had doubled long before."""
+    lost = {"seed": 1, "step": slice(int(STEPS[begin]), None)}
+    spoilt = ideal.copy(deep=True)
+    if tree == "single":
+        spoilt.gain_single.loc[lost] = np.nan
+    else:
+        spoilt.gain.loc[{"tree": tree, **lost}] = np.nan
+    names = {claim.name for claim in study.CLAIMS}
+    single, matched = ({name for name in names if word in name} for word in ("-1", "-matched"))
+    deep = names - single - {"same-tokens"}
+    uses = {"single": single, "deep": deep, "matched": matched, "shallow": {"later", "higher", "higher-beyond-root"}}
+    for claim in study.CLAIMS:
+        values = np.asarray(claim.measure(spoilt))
+        if claim.name in uses[tree]:
+            np.testing.assert_array_equal(np.isnan(values), [False, True], claim.name)
+            assert claim.judge(spoilt, "paper")["verdict"] == "does not hold"
+        else:
+            assert not np.isnan(values).any(), claim.name
+
+
+def test_a_run_whose_seeds_are_lost_says_so_and_is_drawn(tmp_path):
+    config = replace(SMALL, rate=1e30, steps=20)
+    lossy = replace(study.STUDY, presets={"quick": Preset(config, 2, 1)})
+    with pytest.warns(UserWarning, match="seeds 0, 1 was not finite"):
+        outcome = execute(lossy, out=tmp_path)
+    assert {claim["name"] for claim in outcome.claims if claim["verdict"] == "holds"} == {"same-tokens"}
+    assert len(list((outcome.path / "figures").glob("*.svg"))) == 3
+
+
+def test_what_was_lost_is_told_for_every_training(run):
+    assert run.diverged.training.values.tolist()[-1] == "deep, 1 layer"
+    assert run.diverged.sizes == {"training": 4, "seed": 2}
+    assert (run.diverged == -1).all()
 
 
 def test_drawing_only_draws(ideal, monkeypatch):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from joma.arguments import InputError
 from joma.data.tokens import sequence_classes
 from joma.studies import scan_snap
-from joma.studies.base import Context
+from joma.studies.base import Absent, Context, Preset, execute
 from joma.studies.scan_snap import CLAIMS, STUDY, Config, run
 from joma.theory import flows
 
@@ -187,11 +187,74 @@ def test_it_is_drawn_from_the_dataset_alone(trajectory):
         {"records": 3},
         {"sweep": ()},
         {"sweep": (0.0,)},
+        {"sweep": (1.0,)},
+        {"sweep": (1.0, 10.0, 10.0)},
+        {"rate_z": 1e30},
     ],
 )
-def test_bad_config(change):
-    with pytest.raises(InputError):
+def test_bad_config_is_named_before_any_training(change, monkeypatch):
+    monkeypatch.setattr(Context, "fit", lambda *_args, **_options: pytest.fail("trained"))
+    with pytest.raises(InputError, match=f"`{next(iter(change))}`"):
         run(replace(SMALL, **change), Context((0,)))
+
+
+def test_the_order_of_the_sweep_does_not_matter():
+    data = sequence_classes(generators=Context((0,)).generators(), classes=2, distinct=3, common=3)
+    found = [
+        scan_snap._sweep(replace(SMALL, sweep=sweep), Context((0,)), data)
+        for sweep in ((10.0, 100.0), (100.0, 10.0, 100.0))
+    ]
+    xr.testing.assert_identical(*found)
+
+
+def test_a_phase_without_records_is_not_judged():
+    with pytest.raises(Absent):
+        scan_snap.mean_exponent(curve(TIMES**2), 0.01, 0.1)
+    with pytest.raises(Absent):
+        scan_snap.mean_exponent(curve(TIMES**2), 1e4, 1e6)
+
+
+def test_a_rate_far_too_large_is_a_result(tmp_path):
+    """The scan is over before the first step, and training is nowhere near the flow."""
+    config = replace(SMALL, rate_z=100.0)
+    outcome = execute(replace(STUDY, presets={"quick": Preset(config, 1, 1)}), out=tmp_path)
+    verdicts = {claim["name"]: claim["verdict"] for claim in outcome.claims}
+    assert verdicts["scan"] == "not tested at this preset"
+    assert verdicts["flow"] == "does not hold"
+    assert len(list((outcome.path / "figures").glob("*.svg"))) == 2
+
+
+USES = {
+    "faster": {claim.name for claim in CLAIMS} - {"order-slower", "no-snap", "phase-limit"},
+    "equal": {"common-falls", "phase-rate", "phase-later", "flow"},
+    "slower": {"common-falls", "order-slower", "no-snap", "phase-later", "flow"},
+}
+
+
+@pytest.mark.parametrize("begin", [50, 1000])
+@pytest.mark.parametrize("arm", USES)
+def test_a_lost_seed_is_nan_in_every_claim_that_uses_it(trajectory, arm, begin):
+    spoilt = trajectory.copy(deep=True)
+    for name in ("logit", "common", "gain"):
+        spoilt[name].loc[{"seed": 0, "arm": arm, "step": slice(begin, None)}] = np.nan
+    for claim in CLAIMS:
+        before, after = (np.asarray(claim.measure(run)) for run in (trajectory, spoilt))
+        np.testing.assert_array_equal(after[1:], before[1:], claim.name)
+        if claim.name in USES[arm]:
+            assert np.isnan(after[0]), claim.name
+            assert claim.judge(spoilt, "quick")["verdict"] == "does not hold"
+        else:
+            assert after[0] == before[0] or np.isnan(before[0]), claim.name
+
+
+def test_a_run_of_lost_seeds_is_drawn(trajectory):
+    lost = trajectory.assign({name: trajectory[name].where(trajectory.step < 50) for name in ("logit", "common")})
+    assert all(drawing.draw(lost).axes for drawing in STUDY.figures.values())
+
+
+def test_which_seeds_were_lost_is_kept(trajectory):
+    assert trajectory.diverged.sizes == {"seed": 3, "arm": 3}
+    assert (trajectory.diverged == -1).all()
 
 
 def test_presets_are_configs_of_this_study():

@@ -15,17 +15,18 @@ from scipy.special import softmax, wrightomega
 from scipy.stats import rankdata
 
 from joma import schedule
-from joma.arguments import real, whole
+from joma.arguments import InputError, real, whole
 from joma.data.tokens import SequenceClasses, sequence_classes
 from joma.models.block import Block
 from joma.report.figure import canvas, letters, measured, theory
-from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, between, near
+from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, between, near
 from joma.theory import flows
 from joma.train import Optimiser
 
 ARMS = {"faster": 10.0, "equal": 1.0, "slower": 0.1}  # the decoder's rate over that of the attention logits
 DECADE = 10.0  # the late phase is the last decade of the training
 SCAN = (0.1, 0.25)  # the early phase, in units of the time of the transition
+FAST = 10.0  # from this ratio of the rates on, the decoder is taken to be much the faster one
 
 Frequency = Float[np.ndarray, "label token"]
 
@@ -89,8 +90,11 @@ def _check(config: Config) -> None:
     whole("records", config.records, low=20)
     whole("steps", config.steps, low=1000)
     whole("distinct", config.distinct, low=2)
-    real("rate_z", config.rate_z, ndim=0, low=1e-6)
-    real("sweep", config.sweep, ndim=1, low=1e-3, high=1e4)
+    real("rate_z", config.rate_z, ndim=0, low=1e-6, high=1e6)  # at 1e30 the flow takes minutes
+    ratios = np.unique(real("sweep", config.sweep, ndim=1, low=1e-3, high=1e4))
+    if (ratios >= FAST).sum() < 2:
+        expected = f"ratios of which two or more are at least {FAST:g}"
+        raise InputError("sweep", expected, config.sweep, "add some, for the power of η is measured among these")
     labels = whole("queries", config.queries) * whole("classes", config.classes, low=2)
     whole("outputs", config.outputs, low=labels)
 
@@ -106,7 +110,7 @@ def _transition(config: Config, rate: np.ndarray) -> np.ndarray:
 
 def _sweep(config: Config, context: Context, data: SequenceClasses) -> xr.Dataset:
     """When the flow's winning logits slow down, for many ratios of the two rates."""
-    ratios, query = np.array(config.sweep), data.query.numpy()
+    ratios, query = np.unique(config.sweep), data.query.numpy()
     paper = _transition(config, config.rate_z * ratios)
     found = np.empty((len(data.frequency), len(ratios)))
     with context.progress.task("scan-snap, flows", total=found.size) as work:
@@ -155,7 +159,7 @@ def _train(config: Config, context: Context, data: SequenceClasses, arm: str) ->
         label=f"scan-snap, decoder {arm}",
     )
     found["logit"] = (("seed", "step", "label", "rank"), _distinct(data, found.z.values))
-    return found[["logit", "common", "loss"]]
+    return found[["logit", "common", "loss", "diverged"]]
 
 
 def _distinct(data: SequenceClasses, z: Float[np.ndarray, "seed step query token"]) -> np.ndarray:
@@ -246,12 +250,17 @@ def relative_gain(logit: xr.DataArray, cooccurrence: xr.DataArray) -> xr.DataArr
     """
     square = (cooccurrence / cooccurrence.isel(rank=0)) ** 2
     left = square * xr.apply_ufunc(np.expm1, -2 * logit.isel(rank=0))
-    return xr.apply_ufunc(np.log1p, left) / -2
+    with np.errstate(divide="ignore"):  # where e^{−2 z_1} is lost beside 1, nothing is left of it: z = ∞
+        return xr.apply_ufunc(np.log1p, left) / -2
 
 
 def winners(run: xr.Dataset, name: str = "logit") -> xr.DataArray:
-    """The logit of each class's most frequent distinct token, averaged over classes: [seed, arm, step]."""
-    return run[name].isel(rank=0).mean("label")
+    """The logit of each class's most frequent distinct token, averaged over classes: [seed, arm, step].
+
+    NaN at all times where a seed was lost.
+    """
+    curve = run[name].isel(rank=0).mean("label", skipna=False)
+    return curve.where(curve.notnull().all("step"))
 
 
 def exponent(curve: xr.DataArray) -> xr.DataArray:
@@ -268,8 +277,10 @@ def exponent(curve: xr.DataArray) -> xr.DataArray:
 
 
 def mean_exponent(curve: xr.DataArray, low: float, high: float) -> xr.DataArray:
-    """The power of t that joins the first and the last record in [low, high]."""
+    """The power of t that joins the first and the last record in [low, high]; two at least must be there."""
     part = curve.sel(step=slice(low, high))
+    if part.sizes["step"] < 2:
+        raise Absent(f"records from {low:g} to {high:g}")
     first, last = part.isel(step=0), part.isel(step=-1)
     return np.log(last / first) / np.log(part.step.values[-1] / part.step.values[0])
 
@@ -337,28 +348,29 @@ def gain_error(run: xr.Dataset, arm: str) -> xr.DataArray:
     """‖z − predicted‖/‖z‖ over the distinct tokens that are predicted, at the end, per seed."""
     end = run.sel(arm=arm).isel(step=-1, rank=slice(1, None))
     dims = ("label", "rank")
-    return np.sqrt(((end.logit - end.gain) ** 2).sum(dims) / (end.logit**2).sum(dims))
+    error, size = ((own**2).sum(dims, skipna=False) for own in (end.logit - end.gain, end.logit))
+    return np.sqrt(error / size)
 
 
 def flow_distance(run: xr.Dataset) -> xr.DataArray:
     """Largest |z − flow|/(1 + |flow|) over arms, times and distinct tokens, per seed."""
     gap = abs(run.logit - run.logit_flow) / (1 + abs(run.logit_flow))
-    return gap.max(("arm", "step", "label", "rank"))
+    return gap.max(("arm", "step", "label", "rank"), skipna=False)
 
 
 def common_rise(run: xr.Dataset) -> xr.DataArray:
     """Largest rise of any class's attention to common tokens between two records, faster decoder, per seed."""
-    return run.common.sel(arm="faster").diff("step").max(("step", "label"))
+    return run.common.sel(arm="faster").diff("step").max(("step", "label"), skipna=False)
 
 
 def common_left(run: xr.Dataset) -> xr.DataArray:
     """Attention to common tokens at the end over that at the start, largest over classes and arms, per seed."""
-    return (run.common.isel(step=-1) / run.common.isel(step=0)).max(("label", "arm"))
+    return (run.common.isel(step=-1) / run.common.isel(step=0)).max(("label", "arm"), skipna=False)
 
 
 def distinct_growth(run: xr.Dataset) -> xr.DataArray:
     """Least growth of any distinct logit between two records, faster decoder, per seed."""
-    return run.logit.sel(arm="faster").diff("step").min(("step", "label", "rank"))
+    return run.logit.sel(arm="faster").diff("step").min(("step", "label", "rank"), skipna=False)
 
 
 def sooner(run: xr.Dataset) -> xr.DataArray:
@@ -377,7 +389,7 @@ def later(run: xr.Dataset) -> xr.DataArray:
 
 def sweep_power(run: xr.Dataset) -> xr.DataArray:
     """The power of the decoder's rate with which the flow's transition time falls, ratios of 10 and more, per seed."""
-    fast = run.sweep_slowing.sel(ratio=slice(10, None))
+    fast = run.sweep_slowing.sel(ratio=slice(FAST, None))
     return xr.apply_ufunc(
         lambda row: np.polyfit(np.log(fast.ratio.values), np.log(row), 1)[0],
         fast,
@@ -566,7 +578,7 @@ STUDY = Study(
         "has learned to leave the rest out. And growth slows down with a slower decoder too: later in steps, but "
         "sooner in the decoder's own time."
     ),
-    version=2,
+    version=3,
     presets={
         "quick": Preset(Config(), seeds=5, seconds=20),
         "paper": Preset(Config(steps=30_000, records=120, outputs=128), seeds=20, seconds=340),
