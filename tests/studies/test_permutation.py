@@ -87,8 +87,8 @@ def test_it_is_drawn_from_the_dataset_alone(trajectory):
     "change",
     [{"length": 2}, {"vocabulary": 3}, {"sequences": 0}, {"inputs": 1}, {"width": 0}, {"heads": 3}, {"width": 2}],
 )
-def test_bad_config(change):
-    with pytest.raises(InputError):
+def test_bad_config_is_named(change):
+    with pytest.raises(InputError, match=f"`{next(iter(change))}`"):
         run(replace(SMALL, **change), Context((0,)))
 
 

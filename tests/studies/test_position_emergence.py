@@ -112,6 +112,8 @@ def test_windows_are_whole_and_in_order():
     np.testing.assert_array_equal(found.flatten(), text.valid[0, :35])
     with pytest.raises(InputError, match="smaller `length`"):
         windows(replace(text, valid=text.valid[:, :7]), 5)
+    with pytest.raises(InputError, match="at least 5 windows of 7 tokens to validate on, got 3"):
+        windows(replace(text, valid=text.valid[:, :8]), 5)  # one window in each of three columns
 
 
 def test_all_that_is_said_can_hold():
@@ -151,6 +153,11 @@ def test_better_is_counted_in_standard_errors():
     np.testing.assert_allclose(surely(at_random(made, "text")), 0.05 / (0.01 * 2**0.5))
 
 
+def test_the_widest_is_the_widest_in_whichever_order_widths_are_named(trajectory):
+    made = run(replace(SMALL, widths=(12, 8, 12)), Context((0, 1)))
+    xr.testing.assert_identical(made, trajectory)
+
+
 @pytest.mark.parametrize("draw", [draw_decodability, draw_adjacency])
 def test_it_is_drawn_from_the_dataset_alone(trajectory, draw):
     figure = draw(trajectory)
@@ -163,13 +170,25 @@ def test_it_is_drawn_from_the_dataset_alone(trajectory, draw):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        ({"held": 0.0}, "held"),
+        ({"digits": 4}, "digits"),
+        ({"batch": 0}, "batch"),
+        ({"rate": -1.0}, "rate"),
+        ({"heads": 3}, "heads"),
+        ({"length": 2}, "length"),
+        ({"windows": 0}, "windows"),
+        ({"compared": 0}, "compared"),
+        ({"compared": -1}, "compared"),
         ({"widths": ()}, "widths"),
+        ({"widths": (8, 0)}, "widths"),
+        ({"widths": (9,)}, "widths"),
         ({"records": 1}, "records"),
-        ({"probed": 0}, "probed"),
-        ({"asked": 0}, "asked"),
+        ({"probed": -1}, "probed"),
+        ({"probed": 3}, "probed"),
+        ({"probed": 4}, "probed"),
+        ({"asked": 4}, "asked"),
         ({"nulls": 0}, "nulls"),
         ({"tokeniser": "words"}, "tokeniser"),
-        ({"widths": (9,)}, "heads"),
     ],
 )
 def test_bad_settings_are_named(change, named):

@@ -20,14 +20,16 @@ from joma.models.transformer import CHOICES, Decoder
 from joma.probes.symmetry import own_location, position_decodability, slice_similarity
 from joma.report.figure import band, canvas, letters, measured
 from joma.studies import sums
-from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
-from joma.studies.sums import BASE, EVERY, REMOVED
+from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, near
+from joma.studies.sums import BASE, EVERY, FOLDS, REMOVED
 
 KINDS = ("cka", "correlation")
+SLICES = ("own", "self_similarity", "similarity")
 DIMS: dict[str, Sequence[str]] = {
     "accuracy": (),
     "decodability": ("level",),
     "own": ("kind", "level", "higher"),
+    "self_similarity": ("kind", "level", "higher"),
     "similarity": ("kind", "location", "other"),
 }
 MODELS = 8  # whose slices are compared at once: all pairs of slices in float64 take memory
@@ -57,12 +59,13 @@ class Config(sums.Setting):
 
 def run(config: Config, context: Context) -> xr.Dataset:
     """Train all arms, those of one kind as one model."""
+    check(config)
     pairs = sums.pairs(config, context)
-    asked = pairs.test[: whole("asked", config.asked)]
+    asked = pairs.test[: config.asked]
     tokens = sums.written(config, asked)
     record = partial(_record, tokens=tokens, config=config)
     found = []
-    most = max(1, whole("together", config.together) // len(context.seeds))
+    most = max(1, config.together // len(context.seeds))
     for group in groups(sums.pick(config.arms, config.layers), most):
         label = f"addition, {next(iter(group))}" + (f" to {next(reversed(group))}" if len(group) > 1 else "")
         found.append(sums.train(config, context, pairs.train, group, label=label, record=record, dims=DIMS))
@@ -76,6 +79,15 @@ def run(config: Config, context: Context) -> xr.Dataset:
     made = xr.concat(found, dim="arm").assign(alone)
     made["steps_to_99"] = steps_to(made.accuracy, LEARNT)
     return made.assign_coords(kind=list(KINDS))
+
+
+def check(config: Config) -> None:
+    """Refuse a config that cannot be run, by the name of the key that is wrong."""
+    sums.check(config)
+    for name, low in {"asked": FOLDS, "glance": 1, "probed": FOLDS, "together": 1}.items():
+        whole(name, getattr(config, name), low=low)
+    for arm in sums.pick(config.arms, config.layers).values():
+        sums.decoder(config, arm)
 
 
 def groups(chosen: Mapping[str, sums.Arm], most: int) -> Iterator[dict[str, sums.Arm]]:
@@ -106,33 +118,43 @@ def steps_to(accuracy: xr.DataArray, level: float) -> xr.DataArray:
 def _record(model: Decoder, step: int, *, tokens: Int[Tensor, "pair position"], config: Config) -> dict[str, Tensor]:
     shown = tokens if step == config.steps else tokens[: config.glance]
     states = sums.levels(model, tokens[: config.probed, :-1])
-    own, similarity = zip(*map(_slices, states.split(MODELS)), strict=True)
+    slices = zip(*map(_slices, states.split(MODELS)), strict=True)
     return {
         "accuracy": sums.exact_match(model, shown, config.digits),
-        "decodability": position_decodability(states).accuracy,
-        "own": torch.cat(own).float(),
-        "similarity": torch.cat(similarity).float(),
+        "decodability": position_decodability(states, folds=FOLDS).accuracy,
+        **{name: torch.cat(own).float() for name, own in zip(SLICES, slices, strict=True)},
     }
 
 
 def _slices(
     states: Float[Tensor, "seed level sample position width"],
-) -> tuple[Float[Tensor, "seed kind level higher"], Float[Tensor, "seed kind location other"]]:
-    """Return the share of locations most similar to themselves, and similarities, mean over pairs of levels a < b."""
+) -> tuple[
+    Float[Tensor, "seed kind level higher"],
+    Float[Tensor, "seed kind level higher"],
+    Float[Tensor, "seed kind location other"],
+]:
+    """Return what `SLICES` names, by debiased CKA and by correlation.
+
+    For each pair of levels the share of locations most similar to themselves and how similar a location is to itself,
+    mean over locations; and the similarity of each two locations, mean over pairs of levels a < b.
+    """
     found = slice_similarity(states, debiased=True)
     both = torch.stack([found.cka, found.correlation], dim=1)
     low, high = torch.triu_indices(states.shape[1], states.shape[1], offset=1, device=states.device)
-    return own_location(both).share, both[:, :, low, high].nanmean(dim=2)
+    same = both.diagonal(dim1=-2, dim2=-1).nanmean(dim=-1)
+    return own_location(both).share, same, both[:, :, low, high].nanmean(dim=2)
 
 
 def final(run: xr.Dataset, name: str) -> xr.DataArray:
-    """The accuracy of an arm at the end, on all pairs asked, per seed; NaN where it was not trained."""
+    """The accuracy of an arm at the end, on all pairs asked, per seed."""
     return _accuracy(run, name).isel(step=-1)
 
 
 def _arm(values: xr.DataArray, name: str) -> xr.DataArray:
-    there = name in values.arm.values
-    return values.sel(arm=name, drop=True) if there else xr.full_like(values.isel(arm=0, drop=True), np.nan)
+    """The values of an arm; `Absent` where it was not trained."""
+    if name not in values.arm.values:
+        raise Absent(name)
+    return values.sel(arm=name, drop=True)
 
 
 def _accuracy(run: xr.Dataset, name: str) -> xr.DataArray:
@@ -155,6 +177,12 @@ def slower(run: xr.Dataset, part: str) -> xr.DataArray:
     return progress(run, BASE) - progress(run, f"{part} {EVERY}")
 
 
+def slower_in_one(run: xr.Dataset) -> xr.DataArray:
+    """How much more is learnt on the way with all residuals than without some of one layer, mean over such arms."""
+    names = [f"{part} {layer}" for part in REMOVED for layer in range(run.sizes["level"] - 1)]
+    return progress(run, BASE) - xr.concat([progress(run, name) for name in names], "arm").mean("arm", skipna=False)
+
+
 def own_share(run: xr.Dataset, name: str, kind: str) -> xr.DataArray:
     """The share of locations that are most similar to themselves, mean over pairs of levels a < b, by step."""
     upper = xr.DataArray(np.triu(np.ones((run.sizes["level"],) * 2, bool), 1), dims=("level", "higher"))
@@ -169,7 +197,7 @@ def removed(run: xr.Dataset) -> list[str]:
 def keeps_place(run: xr.Dataset, kind: str) -> xr.DataArray:
     """How much larger that share is at the end with residuals than without in all layers, least over what is removed.
 
-    A seed without any is NaN.
+    A seed without any is NaN. `Absent` where no such arm was trained.
     """
     names = removed(run) or [f"both {EVERY}"]
     most = xr.concat([own_share(run, name, kind) for name in names], "arm").max("arm", skipna=False)
@@ -182,9 +210,20 @@ def gained(run: xr.Dataset, name: str) -> xr.DataArray:
     return read.isel(level=slice(1, None)).max("level", skipna=False) - read.isel(level=0)
 
 
+def digits_of(run: xr.Dataset) -> int:
+    """The digits of the summands: locations are theirs, + and =, and all digits of the sum but the last."""
+    return (run.sizes["location"] - 2) // 3
+
+
 def four_in_five(values: xr.DataArray) -> float:
     """What four of five seeds reach."""
     return float(np.sort(values)[len(values) // 5])
+
+
+def _ceiling(run: xr.Dataset, digits: int) -> xr.DataArray:
+    if digits_of(run) != digits:
+        raise Absent(f"{digits} digits")
+    return run.ceiling
 
 
 def _slower(part: str, words: str) -> Claim:
@@ -214,16 +253,14 @@ CLAIMS = (
     Claim(
         "ceiling-2",
         "What a permutation-invariant predictor can reach at two digits, by enumeration.",
-        lambda run: run.ceiling,
+        partial(_ceiling, digits=2),
         near(0.285, 5e-5),
-        presets=("quick",),
     ),
     Claim(
         "ceiling-3",
         "What a permutation-invariant predictor can reach at three digits, by enumeration.",
-        lambda run: run.ceiling,
+        partial(_ceiling, digits=3),
         near(0.0532, 5e-5),
-        presets=("paper",),
     ),
     Claim(
         "causal",
@@ -269,6 +306,15 @@ CLAIMS = (
     ),
     _slower("attention", "attention"),
     _slower("mlp", "the MLPs"),
+    _slower("both", "attention and the MLPs"),
+    Claim(
+        "one-layer-residuals",
+        "So does removing them in one layer alone (the same measure: with all of them less the mean over the arms "
+        "without those around attention, the MLP or both of a layer; the same threshold).",
+        slower_in_one,
+        at_least(SLOWER),
+        presets=("paper",),
+    ),
     Claim(
         "slices",
         "With residuals each vertical slice is most similar to itself from layer to layer, by unit-wise correlation "
@@ -284,14 +330,14 @@ CLAIMS = (
     ),
     Claim(
         "slices-cka",
-        "The first also by CKA, which does not mind if a layer turns the units about (the same share).",
+        "The first also by debiased CKA, which does not mind if a layer turns the units about (the same share).",
         lambda run: own_share(run, BASE, "cka").isel(step=-1),
         at_least(SAME),
     ),
     Claim(
         "slices-without-cka",
-        "And the second by CKA: without residuals the units of two layers have nothing to do with each other, so that "
-        "correlation must fall; that slices move is more than that (the same difference).",
+        "And the second by debiased CKA: without residuals the units of two layers have nothing to do with each other, "
+        "so that correlation must fall; that slices move is more than that (the same difference).",
         partial(keeps_place, kind="cka"),
         at_least(LESS),
     ),
@@ -382,7 +428,7 @@ def draw_slices(run: xr.Dataset) -> Figure:
         for panel, (kind, step) in zip(row, columns, strict=True):
             shown = _arm(run.similarity, name).sel(kind=kind, step=step).mean("seed")
             image = panel.imshow(shown, cmap="cividis", vmin=0, vmax=1)
-            _mark_places(panel, run.sizes["location"])
+            _mark_places(panel, digits_of(run))
         row[0].set_ylabel(_label(name, "\n"))
     for panel, (kind, step) in zip(axes[0], columns, strict=True):
         panel.set_title(f"{NAMES[kind]},\nstep {step}")
@@ -390,12 +436,14 @@ def draw_slices(run: xr.Dataset) -> Figure:
     return figure
 
 
-def _mark_places(panel: Axes, count: int) -> None:
-    """Label locations by what stands there: digits a and b of the summands, c of the sum, the last of which is told."""
-    digits = (count - 2) // 3
+def _mark_places(panel: Axes, digits: int) -> None:
+    """Label locations by what stands there: digits a and b of the summands, c of the sum, of which the last is told.
+
+    In whichever order the sum is written: its digits are those read before the last.
+    """
     marks = [*"a" * digits, "+", *"b" * digits, "=", *"c" * digits]
-    panel.set_xticks(range(count), marks, fontsize=5.5)
-    panel.set_yticks(range(count), marks, fontsize=5.5)
+    panel.set_xticks(range(len(marks)), marks, fontsize=5.5)
+    panel.set_yticks(range(len(marks)), marks, fontsize=5.5)
     panel.tick_params(length=0, pad=1)
     panel.grid(visible=False)
 
@@ -445,13 +493,13 @@ STUDY = Study(
         "pairs of which neither order was ever trained on. Arms: four positional encodings x two masks; and, for the "
         "model without encoding under a causal mask, the residual connections around attention, the MLP or both "
         "removed, in one layer or in all. In every arm a seed has the same first weights and the same batches. Loss "
-        "and exact match are over the digits of the sum. Under a full mask every prefix is an example of its own and "
-        "only its last position predicts, so that no digit is seen before it is told. What a model can reach that "
-        "knows no order is enumerated and drawn as a line. Levels are the embeddings and what leaves each layer. The "
-        "quick preset has two digits, two layers and four arms, and stops before any arm is done; what it says of "
-        "residual connections is said of two layers."
+        "and exact match are over the digits of the sum, which `reverse` writes from the last one on. Under a full "
+        "mask every prefix is an example of its own and only its last position predicts, so that no digit is seen "
+        "before it is told. What a model can reach that knows no order is enumerated and drawn as a line. Levels are "
+        "the embeddings and what leaves each layer. The quick preset has two digits, two layers and four arms, and "
+        "stops before any arm is done; what it says of residual connections is said of two layers."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(_QUICK, seeds=3, seconds=58),
         "paper": Preset(Config(), seeds=5, seconds=2_000_000),  # an estimate; 15 minutes on one H200
@@ -470,7 +518,7 @@ STUDY = Study(
             draw_slices,
             "How similar what stands at a location (rows) at one level is to what stands at another location (columns) "
             "at a higher one, mean over pairs of levels and seeds: left, by correlation of the same unit, mean over "
-            "units; right, by CKA. a and b are digits of the summands, c of the sum.",
+            "units; right, by debiased CKA. a and b are digits of the summands, c of the sum, as they are read.",
         ),
         "positions": Drawing(
             draw_positions,
@@ -481,7 +529,7 @@ STUDY = Study(
             draw_own,
             "Share of locations to which, at a higher level, no other location is as similar as the same one, mean "
             "over pairs of levels; mean and range over seeds. No encoding, causal mask. (a) By correlation of the same "
-            "unit, (b) by CKA, which does not mind if a layer turns the units about.",
+            "unit, (b) by debiased CKA, which does not mind if a layer turns the units about.",
         ),
     },
     threads=1,

@@ -22,6 +22,7 @@ from joma.probes.symmetry import adjacency, position_decodability
 from joma.report.figure import COLOURS, band, canvas, letters, measured
 from joma.studies import language, sums
 from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.studies.sums import FOLDS
 
 TASKS = ("addition", "text")
 DIMS: dict[str, Sequence[str]] = {
@@ -33,7 +34,6 @@ DIMS: dict[str, Sequence[str]] = {
     "accuracy": (),
 }
 RANDOM = ("decodability", "error", "adjacency", "null")  # of models that are not trained; the greatest null
-FOLDS = 5
 NOTHING = 0.03  # of a readout's accuracy, or of a score, above chance; the choice is ours
 SURE = 3  # standard errors by which a readout must be better; ours as well
 THEIRS = "small"  # the first weights of GPT-2, which arXiv 2501.00073 has too
@@ -65,11 +65,12 @@ class Config(sums.Setting):
 
 def run(config: Config, context: Context) -> xr.Dataset:
     """Train a model of addition and one of text, all seeds of each at once; and look at untrained ones."""
-    steps = schedule.logarithmic(whole("records", config.records, low=2), whole("steps", config.steps))
+    check(config)
+    steps = schedule.logarithmic(config.records, config.steps)
     pairs, text = sums.pairs(config, context), _read_text(config, context)
     shown = {
-        "addition": sums.written(config, pairs.test[: whole("asked", config.asked)]),
-        "text": windows(text, whole("probed", config.probed)),
+        "addition": sums.written(config, pairs.test[: config.asked]),
+        "text": windows(text, config.probed),
     }
     found = [_addition(config, context, pairs.train, shown["addition"], steps), _text(config, context, text, steps)]
     types = {"addition": len(CHARACTERS), "text": text.types}
@@ -77,6 +78,19 @@ def run(config: Config, context: Context) -> xr.Dataset:
     random = [untrained(config, context, types[task], read[task]) for task in TASKS]
     made = xr.concat([own.merge(one) for own, one in zip(found, random, strict=True)], dim="task", join="outer")
     return made.assign_coords(task=list(TASKS))
+
+
+def check(config: Config) -> None:
+    """Refuse a config that cannot be run, by the name of the key that is wrong."""
+    sums.check(config)
+    lows = {"length": 3, "windows": 1, "records": 2, "asked": FOLDS, "probed": FOLDS, "compared": 1, "nulls": 1}
+    for name, low in lows.items():
+        whole(name, getattr(config, name), low=low)
+    if not config.widths:
+        raise InputError("widths", "at least one", "none", "name the widths of models with random weights")
+    for width in config.widths:
+        if whole("widths", width) % config.heads:
+            raise InputError("widths", f"multiples of the {config.heads} heads", width, "change one of them")
 
 
 def _read_text(config: Config, context: Context) -> language.Text:
@@ -87,9 +101,9 @@ def _read_text(config: Config, context: Context) -> language.Text:
 def windows(text: language.Text, count: int) -> Int[Tensor, "window position"]:
     """The first windows of the validation text, whole ones alone."""
     whole_ones = [tokens for tokens, _ in text.windows() if tokens.shape[1] == text.length]
-    if not whole_ones:
-        remedy = "give a longer text or a smaller `length`"
-        raise InputError("corpus", f"validation columns of more than {text.length} tokens", "shorter ones", remedy)
+    if (there := sum(map(len, whole_ones))) < FOLDS:
+        expected = f"a text with at least {FOLDS} windows of {text.length} tokens to validate on"
+        raise InputError("corpus", expected, there, "give a longer text or a smaller `length`")
     return torch.cat(whole_ones)[:count]
 
 
@@ -147,17 +161,15 @@ def _numbered(found: xr.Dataset, positions: int) -> xr.Dataset:
 
 def untrained(config: Config, context: Context, types: int, tokens: Int[Tensor, "sample position"]) -> xr.Dataset:
     """Read the hidden states of models with random weights, by the law of the weights and the model's width."""
-    if not config.widths:
-        raise InputError("widths", "at least one", "none", "name the widths of models with random weights")
-    found = []
+    found, widths = [], sorted({*config.widths})
     for init in INITS:
-        for width in config.widths:
+        for width in widths:
             model = Decoder(_parts(config, types, width, init), generators=context.generators()).to(context.device)
             read = _read(config, model, tokens)
             read["null"] = read["null"].amax(dim=-1)
             found.append(torch.stack([read[name] for name in RANDOM]).cpu())
     values = torch.stack(found, dim=1).unflatten(1, (len(INITS), -1)).numpy()
-    dims, coordinates = ("init", "width", "seed", "level"), {"init": list(INITS), "width": list(config.widths)}
+    dims, coordinates = ("init", "width", "seed", "level"), {"init": list(INITS), "width": widths}
     variables = {f"random_{name}": (dims, own) for name, own in zip(RANDOM, values, strict=True)}
     return xr.Dataset(variables, coords={**coordinates, "seed": list(context.seeds)})
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from joma import noise, schedule
-from joma.arguments import InputError, choice, scalar, whole
+from joma.arguments import InputError, choice, real, scalar, whole
 from joma.data import addition
 from joma.models.transformer import CHOICES, Decoder, DecoderConfig
 from joma.studies.base import Context
@@ -27,6 +27,7 @@ REMOVED = {"attention": (False, True), "mlp": (True, False), "both": (False, Fal
 EVERY = "all"
 BASE = "none causal"
 SPLIT = 0  # of the one split of the pairs, which all seeds share, as they differ in weights and batches
+FOLDS = 5  # of the readout of positions: at least so many sequences are read
 AT_ONCE = {"cpu": 1 << 13, "cuda": 1 << 19}  # tokens of all models read in one pass where nothing is trained
 
 Record = Callable[[Decoder, int], Mapping[str, Tensor]]
@@ -103,6 +104,20 @@ def decoder(setting: Setting, arm: Arm) -> DecoderConfig:
         activation="gelu",
         init=setting.init,
     )
+
+
+def check(setting: Setting) -> None:
+    """Refuse a setting that cannot be run, by the name of the key that is wrong."""
+    count = 10 ** whole("digits", setting.digits, high=addition.ENUMERATED)
+    unordered = count * (count + 1) // 2
+    if not FOLDS <= round(float(real("held", setting.held, ndim=0, low=0.0, high=1.0)) * unordered) < unordered:
+        expected = f"a share that holds out at least {FOLDS} of {unordered} pairs, and not all"
+        raise InputError("held", expected, setting.held, "change it")
+    for name in ("batch", "steps", "warm_up", "every"):
+        whole(name, getattr(setting, name))
+    for name in ("rate", "weight_decay"):
+        scalar(name, getattr(setting, name))
+    decoder(setting, Arm())
 
 
 def pairs(setting: Setting, context: Context) -> addition.Pairs:
