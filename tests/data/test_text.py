@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from joma.arguments import InputError
@@ -58,7 +58,7 @@ texts = st.lists(marks | breaks | cased | drawn_characters).map("".join)
 def reference(content):
     """The tokens of a text by the rules, line after line as a file opened in text mode is read."""
     tokens = []
-    for line in re.split("\r\n|\r|\n", content):
+    for line in re.split("\r\n|\r|\n", content.removeprefix("\ufeff")):
         replaced = line.lower()
         for pattern, replacement in RULES:
             replaced = re.sub(pattern, replacement, replaced)
@@ -105,10 +105,10 @@ def test_words_are_torchtexts(content):
 @example(content="a <br />b", size=5)
 @example(content='a <br" />b', size=6)
 def test_the_borders_of_chunks_change_nothing(content, size):
-    raw = content.encode()
+    raw = content.removeprefix("\ufeff").encode()
     parts = list(chunks([Piece(raw, 0, len(raw))], size=size))
     assert b"".join(part.raw for part in parts) == raw
-    assert "".join(part.text for part in parts) == content
+    assert "".join(part.text for part in parts) == raw.decode()
     assert [token for part in parts for token in words(part.text)] == reference(content)
 
 
@@ -138,12 +138,18 @@ def test_a_corpus_is_torchtexts_vocabulary_over_its_tokens(train, valid, size):
 
 @settings(max_examples=40)
 @given(
-    contents=st.lists(st.lists(st.sampled_from(["one", "two three", "", "ü", "\n"])), min_size=1, max_size=4),
+    contents=st.lists(
+        st.lists(st.sampled_from(["one", "two three", "", "ü", "\n", "\r", "\r\n"])), min_size=1, max_size=4
+    ),
     ends=st.data(),
 )
+@example(contents=[["a", "b\r", "\nc", "d", "e", "f"]], ends=None)
 def test_one_text_is_cut_by_lines(contents, ends):
-    raws = [("\n".join(lines) + ends.draw(st.sampled_from(["", "\n"]))).encode() for lines in contents]
+    end = st.sampled_from(["", "\n", "\r", "\r\n"])
+    draw = (lambda _: "\r") if ends is None else ends.draw
+    raws = [(draw(end).join(lines) + draw(end)).encode() for lines in contents]
     lines = [line for raw in raws for line in raw.splitlines(keepends=True)]
+    assume(len(lines) >= 5)
     with scratch() as folder, pytest.MonkeyPatch().context() as patch:
         patch.setattr(sources, "CHUNK", 5)
         for number, raw in enumerate(raws):
@@ -154,6 +160,65 @@ def test_one_text_is_cut_by_lines(contents, ends):
     for split, first, last in zip(SPLITS, bounds, bounds[1:], strict=False):
         assert b"".join(read[split]) == b"".join(lines[first:last])
     assert found.size == sum(map(len, raws))
+
+
+@settings(max_examples=60)
+@given(
+    contents=st.lists(
+        st.lists(st.sampled_from(["one", "ü", "漢字", "<br />", " ", "  ", "\t", "r ", "ab"])).map(
+            lambda parts: "".join(parts) + "\t"  # so that white space is left wherever a cut may fall
+        ),
+        min_size=1, max_size=4,
+    ),
+)  # fmt: skip
+@example(contents=["x" * 30 + "<br />ab\t"])
+@example(contents=["one two three four five six seven eight nine ten\t"])
+def test_a_text_without_lines_is_cut_by_bytes_where_no_token_is(contents):
+    raws = [content.encode() for content in contents]
+    sizes = [len(raw) for raw in raws]
+    with scratch() as folder:
+        for number, raw in enumerate(raws):
+            (folder / f"{number}.txt").write_bytes(raw)
+        found = find(folder, cache=folder, progress=SILENT)
+        read = {split: b"".join(part.raw for part in chunks(found.pieces[split])) for split in SPLITS}
+        parts = {split: [part.text for part in chunks(found.pieces[split])] for split in SPLITS}
+    assert b"".join(read.values()) == b"".join(raws)  # nothing lost, nothing twice, no character cut
+    assert len(read["train"]) >= 0.8 * sum(sizes)
+    assert len(read["train"] + read["valid"]) >= 0.9 * sum(sizes)
+    found_tokens = [token for split in SPLITS for part in parts[split] for token in words(part)]
+    assert found_tokens == [token for content in contents for token in words(content)]
+
+
+@pytest.mark.parametrize("tokeniser", text.TOKENISERS)
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", " ", ""])
+def test_every_text_has_something_to_validate_on(tmp_path, tokeniser, end):
+    (tmp_path / "a.txt").write_bytes(end.join(f"w{number:03d}" for number in range(200)).encode())
+    drawn = corpus(tmp_path / "a.txt", tokeniser=tokeniser)
+    counts = [len(getattr(drawn, split)) for split in SPLITS]
+    assert min(counts) > 0
+    if end or tokeniser == "bytes":
+        np.testing.assert_allclose(np.array(counts) / sum(counts), [0.8, 0.1, 0.1], atol=0.01)
+
+
+@pytest.mark.parametrize("lines", [1, 20])
+def test_a_byte_order_mark_is_no_text(tmp_path, lines):
+    content = "one two three four five six seven eight nine ten\n" * lines
+    for name, mark in (("plain", ""), ("marked", "\ufeff")):
+        (tmp_path / name).mkdir()
+        folder_of(tmp_path / name, whole=mark + content)
+        (tmp_path / f"{name}-split").mkdir()
+        folder_of(tmp_path / f"{name}-split", train=mark + content, valid=mark + "one")
+    for suffix in ("", "-split"):
+        plain, marked = (corpus(tmp_path / f"{name}{suffix}") for name in ("plain", "marked"))
+        assert marked.types == plain.types
+        joined = [np.concatenate([own.train, own.valid, own.test]).tolist() for own in (plain, marked)]
+        assert joined[0] == joined[1]
+
+
+@pytest.mark.parametrize("bad", [None, 5, True, 0.5, b"python-reference", ["a.txt"]])
+def test_what_is_no_name_is_refused(bad):
+    with pytest.raises(InputError, match="`corpus` must be 'python-reference', a file"):
+        corpus(bad)
 
 
 def test_a_file_is_a_folder_of_one(tmp_path):
@@ -440,6 +505,31 @@ def test_a_dataset_is_fetched_once(hub):
     assert hub.calls == [("org/wiki", "raw-v1", True)]
 
 
+@pytest.mark.parametrize("lost", ["train.txt", "valid.txt", "dataset.json"])
+def test_a_dataset_of_which_a_file_is_lost_is_fetched_again(hub, cache, lost):
+    hub.found = {"train": rows("a b"), "validation": rows("b")}
+    first = corpus("org/wiki:x")
+    (file,) = (cache / "datasets").rglob(lost)
+    file.unlink()
+    assert corpus("org/wiki:x").digest == first.digest
+    assert len(hub.calls) == 2
+    if lost == "dataset.json":
+        file.write_text("[]")
+        assert corpus("org/wiki:x").digest == first.digest
+    else:
+        file.unlink()
+        hub.found = ConnectionError("away")
+        with pytest.raises(InputError, match=r"away.*check the name"):
+            corpus("org/wiki:x")
+
+
+def test_wikitext_is_asked_for_by_its_owner(hub):
+    hub.found = {"train": rows("a b"), "validation": rows("b")}
+    corpus("wikitext:wikitext-2-v1")
+    corpus("Salesforce/wikitext:wikitext-2-v1")
+    assert hub.calls == [("Salesforce/wikitext", "wikitext-2-v1", True)] * 2
+
+
 def test_a_dataset_with_one_split_is_cut(hub):
     hub.found = {"train": rows(*(f"w{number}" for number in range(20)))}
     drawn = corpus("wiki:")
@@ -457,7 +547,10 @@ UNREACHED = {
     "network": (ConnectionError("Couldn't reach\n'wiki' on the Hub"), r"Couldn't reach 'wiki' on the Hub"),
     "unknown": (FileNotFoundError("Dataset 'wiki' doesn't exist on the Hub"), "doesn't exist"),
     "config": (ValueError("BuilderConfig 'x' not found"), "BuilderConfig 'x' not found"),
-    "half": ({"train": Breaking(), "validation": rows("a")}, "lost on the way.*check the name and the network"),
+    "half": (
+        {"train": Breaking(), "validation": rows("a")},
+        "lost on the way.*check the name, OWNER/NAME:CONFIG, and the network",
+    ),
     "column": ({"train": Stream([{"content": "a", "id": 1}])}, "column `text`, got 'wiki:x' with content, id"),
     "split": ({"dev": rows("a")}, r"split `train`, got 'wiki:x' with \['dev'\]"),
 }
@@ -475,7 +568,7 @@ def test_datasets_that_do_not_come(hub, cache, problem):
 def test_without_the_datasets_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"without the `datasets` package; install it with `pip install 'joma\[hf\]'`"):
-        corpus("wikitext:wikitext-2-raw-v1")
+        corpus("Salesforce/wikitext:wikitext-2-raw-v1")
 
 
 @pytest.mark.skipif("JOMA_WIKITEXT" not in os.environ, reason="JOMA_WIKITEXT names no folder with WikiText-2")

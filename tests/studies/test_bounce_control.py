@@ -10,7 +10,7 @@ from scipy.stats import ttest_1samp
 
 from joma.arguments import InputError
 from joma.studies import language, load
-from joma.studies.base import Context
+from joma.studies.base import Absent, Context
 from joma.studies.bounce_control import CLAIMS, STUDY, Config, bound, loss_gap, minima, recovery, run, schedules
 
 SMALL = Config(
@@ -99,7 +99,8 @@ def test_measures_see_what_is_put_in(trajectory):
     free = made.valid_loss.sel(arm="free")
     made.valid_loss.loc[{"arm": "held"}] = free + xr.DataArray([0.1, 0.3], dims="seed")
     np.testing.assert_allclose(loss_gap(made, 2), [0.1, 0.3], rtol=1e-9)
-    assert bool(loss_gap(made, 5).isnull().all())
+    with pytest.raises(Absent):
+        loss_gap(made, 5)
     verdicts = {claim.name: claim.judge(made, "quick")["verdict"] for claim in CLAIMS}
     assert (verdicts["loss-1"], verdicts["loss-2"]) == ("does not hold", "does not hold")  # two seeds, far apart
     made.valid_loss.loc[{"arm": "held"}] = free + xr.DataArray([0.1, 0.11], dims="seed")
@@ -113,6 +114,32 @@ def test_measures_see_what_is_put_in(trajectory):
     one = {claim.name: claim.judge(made.isel(seed=[0]), "quick")["verdict"] for claim in CLAIMS}
     assert one["loss-1"] == one["loss-2"] == "not tested at this preset"  # one seed has no bound
     assert one["bounce-1"] != "not tested at this preset"
+
+
+def bounce_of(curve, depth=2):
+    """The verdict on a free run whose entropy is `curve` in every layer that its depth has, with a little noise."""
+    steps = np.arange(40)
+    noise = 1e-3 * np.random.default_rng(0).standard_normal((2, 40))
+    entropy = xr.DataArray(curve(steps / 39) + noise, dims=("seed", "step")).expand_dims(
+        depth=[depth], arm=["free"], layer=range(depth), head=[0]
+    )
+    made = xr.Dataset({"entropy": entropy}).assign_coords(seed=[0, 1], step=steps)
+    (claim,) = [claim for claim in CLAIMS if claim.name == f"bounce-{depth}"]
+    return claim.judge(made, "paper")["verdict"]
+
+
+def test_only_what_falls_and_comes_back_bounces():
+    assert bounce_of(lambda at: 1 + abs(at - 0.5)) == "holds"
+    assert bounce_of(lambda at: 1 + at) == "does not hold"
+    assert bounce_of(lambda at: 2 - at) == "does not hold"
+    assert bounce_of(lambda at: 2 - 1.02 * abs(at - 0.5)) == "does not hold"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_depth_that_was_not_trained_is_not_judged(trajectory, depth):
+    found = {claim.name: claim.judge(trajectory.sel(depth=[depth]), "paper")["verdict"] for claim in CLAIMS}
+    left_out = {name for name, verdict in found.items() if verdict == "not tested at this preset"}
+    assert left_out == {name for name in found if not name.endswith(f"-{depth}")}
 
 
 def test_recovery_is_from_each_layers_own_minimum(trajectory):

@@ -7,8 +7,9 @@ import pytest
 import xarray as xr
 
 from joma.arguments import InputError
+from joma.data.text import corpus
 from joma.studies.base import Context
-from joma.studies.entropy_text import BEST, CLAIMS, STUDY, Config, published, run
+from joma.studies.entropy_text import BEST, CLAIMS, STUDY, WIKITEXT2, Config, published, run
 
 SMALL = Config(width=8, hidden=8, length=8, batch=4, columns=3, steps=6, every=2, rate=1e-2, glance=60, depths=(1, 2))
 
@@ -21,7 +22,7 @@ def verdicts(found, preset):
 def theirs():
     """The published curves themselves, as if three equal seeds had been trained."""
     own = published().expand_dims(seed=[0, 1, 2])
-    return own.assign(entropy=own.entropy.expand_dims(head=[0]))
+    return own.assign(entropy=own.entropy.expand_dims(head=[0])).assign_attrs(WIKITEXT2)
 
 
 def test_the_published_curves_pass_their_own_claims(theirs):
@@ -48,22 +49,57 @@ def test_attention_that_only_falls_is_no_bounce(theirs):
     assert found["loss-1"] == "holds"
 
 
+def test_attention_that_only_rises_is_no_bounce(theirs):
+    """However clear the rise is; nor is one that comes after a fall of noise's size."""
+    rise = 0.9 * (1 - np.exp(-theirs.step / 3000))
+    for dip in (0.0, 0.02 * (theirs.step == 1000)):
+        rising = theirs.assign(entropy=theirs.entropy.isel(step=0) + rise - dip)
+        assert verdicts(rising, "quick")["bounce"] == "does not hold"
+
+
+def test_a_rise_before_a_fall_is_no_bounce(theirs):
+    tent = 1 - abs(np.arange(theirs.sizes["step"]) - 5) / 40
+    turned = theirs.assign(entropy=2 + xr.zeros_like(theirs.entropy) + xr.DataArray(tent, dims="step"))
+    assert verdicts(turned, "quick")["bounce"] == "does not hold"
+
+
 def test_a_deeper_model_that_learns_less_is_seen(theirs):
     worse = theirs.assign(valid_loss=theirs.valid_loss + 0.2 * (theirs.depth == 5))
     assert verdicts(worse, "paper")["deeper"] == "does not hold"
 
 
-def test_one_depth_alone_is_judged_and_says_nothing_of_deeper_ones(theirs):
-    alone = theirs.sel(depth=[1])
-    assert verdicts(alone, "paper")["loss-1"] == "holds"
-    (deeper,) = [claim for claim in STUDY.claims if claim.name == "deeper"]
-    assert deeper.judge(alone, "quick")["measured"]["mean"] is None
+def of_verdict(found, verdict):
+    return {name for name, own in found.items() if own == verdict}
+
+
+def test_a_depth_that_was_not_trained_is_not_judged(theirs):
+    one = verdicts(theirs.sel(depth=[1]), "paper")
+    assert of_verdict(one, "holds") == {"loss-1", "fall", "recovery", "bounce", "curve"}
+    assert of_verdict(one, "does not hold") == set()
+    two = verdicts(theirs.sel(depth=[2]), "paper")
+    assert of_verdict(two, "holds") == {"loss-2"}
+    assert of_verdict(two, "does not hold") == set()
+
+
+@pytest.mark.parametrize("other", [{"types": 256}, {"tokens": 5}, {}])
+def test_another_text_is_not_held_against_the_published_figures(theirs, other):
+    elsewhere = theirs.copy()
+    elsewhere.attrs = {**WIKITEXT2, **other} if other else {}
+    found = verdicts(elsewhere, "paper")
+    assert of_verdict(found, "not tested at this preset") == {*found} - {"bounce", "deeper"}
+    assert of_verdict(found, "holds") == {"bounce", "deeper"}
 
 
 def test_a_model_deeper_than_any_published_is_drawn(theirs):
-    deeper = theirs.reindex(depth=[1, 12], layer=range(12)).assign_attrs(config='{"corpus": "wikitext:wikitext-2-v1"}')
+    deeper = theirs.reindex(depth=[1, 12], layer=range(12))
     figure = STUDY.figures["entropy"].draw(deeper)
     assert len(figure.axes) == 2
+
+
+def test_the_authors_dots_are_drawn_on_wikitext_alone(theirs):
+    elsewhere = theirs.assign_attrs(types=256, config='{"corpus": "notwikitext.txt"}')
+    lines = [len(STUDY.figures["entropy"].draw(own).axes[0].lines) for own in (theirs, elsewhere)]
+    assert lines == [2, 1]
 
 
 def test_the_study_runs_and_is_drawn():
@@ -72,6 +108,8 @@ def test_the_study_runs_and_is_drawn():
     assert found.entropy.sel(depth=1).isel(layer=1).isnull().all()
     assert not found.entropy.sel(depth=2).isnull().any()
     assert isinstance(found, xr.Dataset)
+    own = corpus()
+    assert (found.attrs["types"], found.attrs["tokens"]) == (len(own.types), len(own.train))
     for drawing in STUDY.figures.values():
         assert drawing.draw(found).axes
 

@@ -11,11 +11,12 @@ from torch import nn
 
 from joma import noise
 from joma.arguments import InputError
+from joma.cli import changed
 from joma.models.transformer import Decoder
 from joma.probes.entropy import entropy
-from joma.studies import language
-from joma.studies.base import Context
-from joma.studies.language import Setting, decoder, moments, read_text, train, validation
+from joma.studies import language, load
+from joma.studies.base import Context, Preset, execute
+from joma.studies.language import Setting, decoder, inputs, moments, read_text, train, validation
 
 SMALL = Setting(width=8, hidden=8, length=8, batch=4, columns=3, steps=6, every=2, rate=1e-2, glance=60)
 CONTEXT = Context((0, 4))
@@ -163,7 +164,7 @@ def test_by_default_probes_read_less_than_a_twentieth_of_what_training_does(text
 @pytest.mark.parametrize(
     ("changes", "argument"),
     [
-        ({"corpus": "/no/such/folder"}, "corpus|source"),
+        ({"corpus": "/no/such/folder"}, "corpus"),
         ({"batch": 10**6}, "corpus"),
         ({"length": 10**6}, "corpus"),
         ({"glance": 5}, "corpus"),
@@ -176,3 +177,74 @@ def test_bad_settings_are_named(changes, argument):
     setting = dataclasses.replace(SMALL, **changes)
     with pytest.raises(InputError, match=f"`({argument})`"):
         train(setting, CONTEXT, read_text(setting, CONTEXT), layers=1, label="x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"batch": 10**6}, "a smaller `batch` than 1000000"),
+        ({"columns": 10**6}, "a smaller `columns` than 1000000"),
+        ({"glance": 5}, "a greater `glance`"),
+    ],
+)
+def test_the_remedy_names_the_key_that_helps(changes, remedy):
+    setting = dataclasses.replace(SMALL, **changes)
+    with pytest.raises(InputError, match=remedy):
+        train(setting, CONTEXT, read_text(setting, CONTEXT), layers=1, label="x")
+
+
+STUDIES = ("entropy-text", "learning-rates", "activation-control", "bounce-control", "invariant-text")
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_another_text_under_the_same_name_is_another_run(tmp_path, study):
+    own, file = load(study), tmp_path / "a.txt"
+    tiny = {"corpus": str(file), "width": 4, "hidden": 4, "length": 4, "batch": 2, "columns": 1, "steps": 1, "every": 1}
+    narrow = {"depths": (1,), "rates": (1e-3,), "activations": ("relu",), "tokens": 3, "queries": 1, "permutations": 1}
+    config = own.presets["quick"].config
+    known = {field.name for field in dataclasses.fields(config)}
+    config = dataclasses.replace(config, **tiny, **{key: value for key, value in narrow.items() if key in known})
+    bare = dataclasses.replace(own, presets={"quick": Preset(config, 1, 1.0)}, claims=(), figures={})
+    outcomes = []
+    for content in ("a b c d\n" * 30, "a b c d\n" * 30, "a b c e\n" * 30):
+        file.write_text(content)
+        outcomes.append(execute(bare, out=tmp_path / "runs"))
+    assert [one.reused for one in outcomes] == [False, True, False]
+    assert outcomes[0].path == outcomes[1].path != outcomes[2].path
+
+
+def test_the_text_of_a_run_is_its_content(tmp_path):
+    (tmp_path / "a.txt").write_text("one two")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "b.txt").write_text("one two")
+    places = ("python-reference", tmp_path / "a.txt", tmp_path / "folder")
+    embedded, file, folder = [inputs(Setting(corpus=str(place)))["text_sha256"] for place in places]
+    assert file == folder != embedded
+
+
+@pytest.mark.parametrize("bad", ["Salesforce/wikitext:wikitext-2-v1", "/no/such/folder", "", "a\0b"])
+def test_nothing_is_said_of_a_text_that_is_not_at_hand(bad):
+    assert inputs(Setting(corpus=bad)) == {}
+
+
+def test_nothing_is_said_of_a_text_that_cannot_be_read(tmp_path):
+    assert inputs(Setting(corpus=str(tmp_path))) == {}  # a folder without text
+
+
+def test_papers_text_is_one_that_the_hub_knows():
+    for study in STUDIES:
+        assert load(study).presets["paper"].config.corpus == "Salesforce/wikitext:wikitext-2-v1"
+
+
+def test_one_adam_throughout_can_be_asked_for(text):
+    """By `--set restart=False`; it is the same within the first epoch, and another training from the second on."""
+    short = dataclasses.replace(text, train=text.train[:, : 8 * 2 + 1])  # an epoch of two windows
+    asked = [changed(load("entropy-text"), "quick", (f"restart={value}",)).restart for value in (True, False)]
+    assert asked == [True, False]
+    afresh, throughout = [
+        train(dataclasses.replace(SMALL, restart=restart, every=1), CONTEXT, short, layers=1, label="x").valid_loss
+        for restart in asked
+    ]
+    early = slice(0, 2)
+    np.testing.assert_array_equal(afresh.sel(step=early), throughout.sel(step=early))
+    assert (afresh.sel(step=3) != throughout.sel(step=3)).all()

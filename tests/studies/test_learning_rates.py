@@ -109,6 +109,12 @@ def test_the_papers_rate_is_found_among_rounded_ones():
     assert claim.judge(made, "paper")["measured"]["values"] == [0.0] * 3
 
 
+def test_the_papers_rate_is_not_judged_where_it_was_not_trained(known):
+    found = verdicts(known.sel(rate=[2e-3, 1e-1]), "paper")
+    assert found["bounces-1e-4"] == "not tested at this preset"
+    assert found["sooner"] == "does not hold"  # one rate of two bounces: nothing was left out
+
+
 def test_a_seed_lost_has_collapsed_and_learned_nothing(known):
     lost = known.copy(deep=True)
     for name in ("entropy", "valid_loss"):

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import IO, Protocol, runtime_checkable
+from typing import IO, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from joma.data.sources import EMBEDDED, SPLITS, Chunk, Source, chunks, find
 from joma.files import StorageError, checksum, read_json, write_json, write_whole
 from joma.progress import SILENT, Progress, Task
 
-VERSION = 1  # of the cache: raise it when the files or what a tokeniser returns change
+VERSION = 2  # of the cache: raise it when the files or what a tokeniser returns change
 UNKNOWN = "<unk>"
 BLOCK = 2**20  # tokens handled at once where an array is gone through
 
@@ -57,7 +57,7 @@ class Corpus:
     name: str
     digest: str
 
-    def columns(self, split: str, count: int, *, least: int = 2) -> Int[Tensor, "{count} time"]:
+    def columns(self, split: str, count: int, *, least: int = 2, name: str = "count") -> Int[Tensor, "{count} time"]:
         """Cut a split's stream into `count` columns of equal length T = ⌊N/count⌋; what remains is dropped.
 
             column_c(t) = stream(c T + t)
@@ -68,6 +68,7 @@ class Corpus:
             split: train, valid or test.
             count: how many columns, the batch size.
             least: how many tokens a column needs: an input and its target, unless told otherwise.
+            name: what the caller's user knows `count` by, for the error.
 
         Returns:
             Token numbers [column, time], int64.
@@ -76,11 +77,11 @@ class Corpus:
         torch.Size([10, ...])
         """
         stream = choice("split", split, {name: getattr(self, name) for name in SPLITS})
-        count, least = whole("count", count), whole("least", least)
+        count, least = whole(name, count), whole("least", least)
         length = len(stream) // count
         if length < least:
             got = f"{len(stream)} in the {split} split of {self.name}"
-            remedy = f"give a longer text or fewer columns than {count}"
+            remedy = f"give a longer text or a smaller `{name}` than {count}"
             raise InputError("corpus", f"of at least {count * least} tokens, {least} a column", got, remedy)
         return torch.from_numpy(stream[: count * length].astype(np.int64)).reshape(count, length)
 
@@ -167,7 +168,7 @@ TOKENISERS: Mapping[str, Callable[[], Tokeniser]] = {"basic_english": BasicEngli
 
 
 def corpus(
-    source: str | Path = EMBEDDED,
+    source: Any = EMBEDDED,
     *,
     tokeniser: str = "basic_english",
     cache: str | Path | None = None,
@@ -176,8 +177,8 @@ def corpus(
     """Return a text as token numbers: from the cache if it is there, else tokenised in bounded memory and kept.
 
     Args:
-        source: `python-reference`, a folder, a file, or a dataset NAME:CONFIG of the Hugging Face hub: see
-            `joma.data.sources` for what the splits of each are.
+        source: name or path: `python-reference`, a folder, a file, or a dataset OWNER/NAME:CONFIG of the Hugging Face
+            hub: see `joma.data.sources` for what the splits of each are.
         tokeniser: one of `TOKENISERS`.
         cache: folder to keep the tokens in; `JOMA_CACHE` or the user's cache folder if not given.
         progress: shows how many bytes are done.
@@ -243,7 +244,7 @@ def _build(source: Source, tokeniser: Tokeniser, folder: Path, work: Task) -> No
         types, table = tokeniser.settle()
         dtype = np.dtype("<u2" if len(types) <= 2**16 else "<u4")
         if not draft.tell():
-            raise InputError("source", "a text with tokens to train on", f"none in {source.name}", "give a longer text")
+            raise InputError("corpus", "a text with tokens to train on", f"none in {source.name}", "give a longer text")
         for split in ("valid", "test"):
             blocks = (_encoded(chunk, tokeniser, work) for chunk in chunks(source.pieces[split]))
             _write(folder / f"{split}.bin", blocks, dtype)

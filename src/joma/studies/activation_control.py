@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
 
@@ -16,7 +17,7 @@ from joma.arguments import InputError, choice, whole
 from joma.models.block import ACTIVATIONS
 from joma.report.figure import band, canvas, letters, measured
 from joma.studies import language
-from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least
+from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least
 from joma.studies.language import LEAST, SURE, bounces, mark_least
 
 LINEAR = "linear"
@@ -50,8 +51,10 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 
 def of(run: xr.Dataset, name: str, activation: str) -> xr.DataArray:
-    """A measure with one activation, per seed; NaN where it was not trained."""
-    return run[name].reindex(activation=[activation]).isel(activation=0)
+    """A measure with one activation, per seed; `Absent` where it was not trained."""
+    if activation not in run.activation.values:
+        raise Absent
+    return run[name].sel(activation=activation)
 
 
 def beyond(run: xr.Dataset) -> xr.DataArray:
@@ -61,8 +64,9 @@ def beyond(run: xr.Dataset) -> xr.DataArray:
 
 def apart(run: xr.Dataset) -> xr.DataArray:
     """The recovery beyond chance of the nonlinear activation that has least, less that of the linear one, per seed."""
-    own = beyond(run).reindex(activation=[LINEAR, *NONLINEAR])
-    return own.sel(activation=[*NONLINEAR]).min("activation", skipna=False) - own.sel(activation=LINEAR)
+    own = run.assign(beyond=beyond(run))
+    least = np.min([of(own, "beyond", name) for name in NONLINEAR], axis=0)
+    return least - of(own, "beyond", LINEAR)
 
 
 CLAIMS = (
@@ -153,4 +157,5 @@ STUDY = Study(
         ),
     },
     threads=1,
+    inputs=language.inputs,
 )

@@ -410,6 +410,7 @@ STUDY = Study(
     run=run,
     claims=CLAIMS,
     threads=1,
+    inputs=language.inputs,
     figures={
         "training": Drawing(
             draw_training,

@@ -8,6 +8,7 @@ into windows of `length` that are read in order, epoch after epoch, by every see
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from joma import noise, schedule
 from joma.arguments import InputError, whole
+from joma.data.sources import find_here
 from joma.data.text import Corpus, corpus
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.bounce import measure_bounce
@@ -45,7 +47,7 @@ class Setting:
     """What is read, by which model, how it is trained and when it is probed."""
 
     corpus: str = "python-reference"
-    """A folder or file of text, a Hugging Face dataset such as wikitext:wikitext-2-v1, or python-reference."""
+    """A folder or file of text, a Hugging Face dataset as Salesforce/wikitext:wikitext-2-v1, or python-reference."""
     tokeniser: str = "basic_english"
     width: int = 200
     hidden: int = 200
@@ -71,7 +73,7 @@ class Setting:
 
 def wikitext(**changes: Any) -> dict[str, Any]:
     """The `paper` preset's fields: WikiText-2, probed every 1,000 steps; with what a study changes."""
-    return {"corpus": "wikitext:wikitext-2-v1", "every": 1_000, **changes}
+    return {"corpus": "Salesforce/wikitext:wikitext-2-v1", "every": 1_000, **changes}
 
 
 def small(**changes: Any) -> dict[str, Any]:
@@ -120,12 +122,27 @@ class Text:
             yield tokens[:, full * self.length :], target[:, full * self.length :]
 
 
+def inputs(setting: Any) -> dict[str, str]:
+    """What decides a run beside its setting, a `Setting` or any other with a `corpus`: the content of its text.
+
+    A dataset of the hub goes by its name, or its run would be another one once it is fetched. Of a text that cannot be
+    read nothing is said here: the run itself will.
+
+    >>> inputs(Setting(corpus="Salesforce/wikitext:wikitext-2-v1"))
+    {}
+    """
+    with suppress(InputError, OSError):
+        found = find_here(setting.corpus)
+        return {} if found is None else {"text_sha256": found.digest}
+    return {}
+
+
 def read_text(setting: Setting, context: Context) -> Text:
     """Tokenise the corpus, or take it from the cache, and lay it out in columns on the run's device."""
     found: Corpus = corpus(setting.corpus, tokeniser=setting.tokeniser, progress=context.progress)
     length = whole("length", setting.length)
-    train = found.columns("train", whole("batch", setting.batch), least=length + 1)
-    valid = found.columns("valid", whole("columns", setting.columns))
+    train = found.columns("train", setting.batch, least=length + 1, name="batch")
+    valid = found.columns("valid", setting.columns, name="columns")
     valid = valid if setting.glance is None else valid[:, : whole("glance", setting.glance, low=2)]
     return Text(len(found.types), train.to(context.device), valid.to(context.device), length, found.types,
                 found.frequencies())  # fmt: skip
@@ -228,7 +245,7 @@ def _record(model: Decoder, step: int, *, text: Text, probe: Probe | None, half:
 
 
 def validation(model: Decoder, text: Text) -> dict[str, Tensor]:
-    """Return the mean loss a token over the whole validation text, and entropy by layer and head, per seed."""
+    """Return the mean loss a token over the validation text that is read, and entropy by layer and head, per seed."""
     loss = rows = told = attended = 0
     for tokens, target in text.windows():
         kept: dict[str, list[Tensor]] = {"attention": []}
@@ -238,8 +255,9 @@ def validation(model: Decoder, text: Text) -> dict[str, Tensor]:
             own = torch.stack([_entropy(layer).double().mean(dim=3).sum(dim=1) for layer in kept["attention"]], dim=1)
             attended, rows = attended + own, rows + len(tokens)
     if not rows:
-        raise InputError("corpus", f"validation columns of more than {text.length} tokens", text.valid.shape[1],
-                         "give a longer text, fewer `columns` or a smaller `length`")  # fmt: skip
+        remedy = "give a longer text, fewer `columns`, a smaller `length` or, where it is set, a greater `glance`"
+        expected = f"validation columns of more than {text.length} tokens"
+        raise InputError("corpus", expected, text.valid.shape[1], remedy)
     return {"valid_loss": torch.as_tensor(loss / told), "entropy": torch.as_tensor(attended / rows)}
 
 
@@ -277,6 +295,17 @@ def bounces(entropy: xr.DataArray) -> xr.Dataset:
     }
     at = curve.isel(step=0, drop=True)
     return xr.Dataset({name: at.copy(data=values) for name, values in fields.items()})
+
+
+def chance(entropy: xr.DataArray) -> xr.DataArray:
+    """How often noise on a curve that never rises would rise as clearly, the mean over layers and heads; [...].
+
+    1 where there is no fall to come back from, of `LEAST` of the start, or where the recovery from the least value is
+    no more than noise makes: a curve that only rises is no bounce, nor is one that rises first and then falls.
+    """
+    found = bounces(entropy)
+    none = (found.fall < LEAST * (found.least + found.fall)) | (found.recovery <= found.chance)
+    return found.p_value.where(~none, 1.0)
 
 
 def mark_least(panel: Axes, curve: xr.DataArray, place: int) -> None:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from joma.arguments import InputError, positive, whole
 from joma.report.figure import COLOURS, band, canvas, letters, measured
 from joma.studies import language
-from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most
 from joma.studies.language import LEAST, SURE, bounces, mark_least
 
 COLLAPSED = 0.1  # of its start, to which a layer's entropy has fallen if its attention collapsed; ours as well
@@ -71,8 +71,11 @@ def cost(run: xr.Dataset) -> xr.DataArray:
 
 
 def at_theirs(run: xr.Dataset) -> xr.DataArray:
-    """The bounce at the paper's rate, per seed; NaN where it was not trained."""
-    return run.bounce.reindex(rate=[THEIRS], method="nearest", tolerance=1e-3 * THEIRS).isel(rate=0)
+    """The bounce at the paper's rate, per seed; `Absent` where it was not trained."""
+    there = np.isclose(run.rate, THEIRS, rtol=1e-3, atol=0.0)
+    if not there.any():
+        raise Absent
+    return run.bounce.isel(rate=int(there.argmax()))
 
 
 _BOUNCE = f"less of fall and recovery beyond chance, over the start, 0 unless p ≤ {SURE:g}"
@@ -201,4 +204,5 @@ STUDY = Study(
         ),
     },
     threads=1,
+    inputs=language.inputs,
 )
