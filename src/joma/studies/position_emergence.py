@@ -345,6 +345,7 @@ STUDY = Study(
         "paper": Preset(Config(), seeds=5, seconds=100_000),  # an estimate
     },
     run=run,
+    inputs=language.inputs,
     claims=CLAIMS,
     figures={
         "decodability": Drawing(
