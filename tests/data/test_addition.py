@@ -35,6 +35,25 @@ def test_sequences_are_pythons(data, digits, reverse):
     assert [row[answer(digits)] for row in expected] == decode(tokens[:, answer(digits)])
 
 
+@given(st.data(), st.sampled_from(["int8", "uint8", "int16", "uint16", "int32", "int64"]), st.integers(1, 4))
+def test_sums_do_not_overflow_the_pairs_own_type(data, kind, digits):
+    numbers = st.integers(0, min(10**digits - 1, np.iinfo(kind).max))
+    pairs = data.draw(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4))
+    expected = [text(first, second, digits, reverse=False) for first, second in pairs]
+    array = np.array(pairs, dtype=kind)
+    array.flags.writeable = False
+    for form in (array, torch.tensor(pairs, dtype=getattr(torch, kind)), pairs):
+        tokens = sequences(form, digits=digits)
+        assert decode(tokens) == decode(tokens.numpy()) == decode(tokens.tolist()) == expected
+
+
+def test_batches_are_drawn_from_arrays_and_lists_too():
+    pairs, key = [[1, 2], [3, 4], [5, 6]], noise.key(torch.tensor([0, 7]), 3)
+    drawn = draw(torch.tensor(pairs), size=9, key=key)
+    assert draw(pairs, size=9, key=key).equal(drawn)
+    assert draw(np.array(pairs, dtype=np.int8), size=9, key=key).equal(drawn)
+
+
 def test_leading_axes_are_kept():
     pairs = torch.randint(100, (2, 3, 2), generator=torch.Generator().manual_seed(0))
     tokens = sequences(pairs, digits=2)
@@ -225,6 +244,10 @@ def test_three_digits_stay_just_below_the_bound(reverse, exact, greedy):
         (lambda: decode(torch.tensor([[-1]])), "tokens"),
         (lambda: sequences(torch.tensor([[1, 2, 3]]), digits=1), "pairs"),
         (lambda: sequences(torch.tensor([[1.0, 2.0]]), digits=1), "pairs"),
+        (lambda: sequences([[1, 2], [3]], digits=1), "pairs"),
+        (lambda: sequences("1+2", digits=1), "pairs"),
+        (lambda: sequences([[True, False]], digits=1), "pairs"),
+        (lambda: decode(["1+2"]), "tokens"),
         (lambda: sequences(torch.tensor([[1, 2]]), digits=0), "digits"),
         (lambda: answer(19), "digits"),
         (lambda: split(4, share=0.1, generator=torch.Generator()), "digits"),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import warnings
 
+import jaxtyping
 import pytest
 import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -287,12 +289,18 @@ Q = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
     [
         ({"query": Q.long()}, "query", "int64"),
         ({"key": Q[0, 0, 0]}, "key", r"\(8,\)"),
-        ({"key": Q[:, :, :0]}, "key", "non-empty"),
+        (
+            {"query": torch.nested.nested_tensor([Q[0, 0], Q[0, 0, :2]], layout=torch.jagged)},
+            "query",
+            "a nested one; pad it",
+        ),
+        ({"query": Q[..., :0], "key": Q[..., :0]}, "query", "dim at least 1"),
         ({"key": Q.double()}, "key", "float64"),
         ({"key": Q[..., :4]}, "key", "width 4"),
         ({"key": Q[:, :2]}, "key", "enable_gqa"),
         ({"key": Q[:, :3], "enable_gqa": True}, "key", "divides the 4"),
-        ({"key": Q[None]}, "key", "leading axes"),
+        ({"key": Q[None, :, :3]}, "key", "leading axes"),
+        ({"mask": causal_lower_right(6, 7)}, "mask", r"for 6 queries and 6 keys, got one for \(6, 7\)"),
         ({"mask": torch.ones(5, 6, dtype=torch.bool)}, "mask", r"\(5, 6\)"),
         ({"mask": torch.ones(6, 6, dtype=torch.int64)}, "mask", "int64"),
         ({"scale": float("nan")}, "scale", "NaN"),
@@ -304,6 +312,100 @@ def test_bad_input_is_named(function, change, name, word):
     options = {"query": Q, "key": Q, **change}
     with pytest.raises(InputError, match=f"`{name}` must be .*{word}"):
         function(options.pop("query"), options.pop("key"), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_default_type_changes_nothing(dtype, causal):
+    expected = attention_rows(Q, Q, causal=causal), attention_entropy(Q, Q, causal=causal)
+    torch.set_default_dtype(dtype)
+    try:
+        found = attention_rows(Q, Q, causal=causal), attention_entropy(Q, Q, causal=causal)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 999), st.integers(1, 30), st.integers(1, 30), st.booleans(), st.booleans())
+def test_a_causal_bias_means_what_it_means_to_torch(seed, queries, keys, lower, tiny):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(2, 3, queries, 4, generator=generator, dtype=torch.float64)
+    key = torch.randn(2, 3, keys, 4, generator=generator, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, that there are rows without a key
+        bias = (causal_lower_right if lower else causal_upper_left)(queries, keys)
+    seen = bias._materialize()
+    expected = attention_rows(query, key, mask=seen)
+    with pytest.MonkeyPatch.context() as patch:
+        if tiny:
+            patch.setitem(blocks._TILES, "cpu", TINY)
+        found = attention_rows(query, key, mask=bias)
+        both = attention_entropy(query, key, mask=bias, causal=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(attention_entropy(query, key, mask=bias), found.entropy, equal_nan=True)
+    torch.testing.assert_close(both, attention_entropy(query, key, mask=seen, causal=True), equal_nan=True)
+    there = seen.any(-1)
+    entropies, largest = by_torch(query, key, attn_mask=bias)
+    torch.testing.assert_close(found.entropy[..., there], entropies[..., there], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.largest[..., there], largest[..., there], rtol=0, atol=1e-12)
+
+
+def test_a_causal_bias_is_never_a_matrix():
+    query = torch.randn(1, 2, 6000, 2, generator=torch.Generator().manual_seed(0))
+    bias = causal_lower_right(5000, 6000)
+    with Largest() as held:
+        attention_entropy(query[:, :, :5000], query, mask=bias)
+    assert held.numbers < 6000**2 / 15
+
+
+@pytest.mark.parametrize(
+    ("lead", "other", "grouped"),
+    [
+        ((1, 2), (3, 2), False),
+        ((3, 1), (3, 2), False),
+        ((2,), (3, 2), False),
+        ((), (3,), False),
+        ((1, 4), (3, 2), True),
+    ],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_broadcast_against_keys_as_to_torch(lead, other, grouped, causal):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(*lead, 5, 4, generator=generator, dtype=torch.float64)
+    key = torch.randn(*other, 6, 4, generator=generator, dtype=torch.float64)
+    identity = torch.eye(6, dtype=torch.float64).expand(*other, 6, 6)
+    p = scaled_dot_product_attention(query, key, identity, is_causal=causal, enable_gqa=grouped)
+    found = attention_rows(query, key, causal=causal, enable_gqa=grouped)
+    torch.testing.assert_close(found.entropy, torch.special.entr(p).sum(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.largest, p.amax(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(attention_entropy(query, key, causal=causal, enable_gqa=grouped), found.entropy)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, dtype=torch.bool), "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_in_is_nothing_out_and_no_key_is_nan(mask, dtype):
+    for queries, keys, batch in ((0, 6, 2), (6, 6, 0), (6, 0, 2)):
+        query, key = torch.ones(batch, 4, queries, 8, dtype=dtype), torch.ones(batch, 4, keys, 8, dtype=dtype)
+        own = causal_upper_left(queries, keys) if mask == "bias" else mask
+        rows = attention_rows(query, key, mask=own)
+        for found in (*rows, attention_entropy(query, key, mask=own)):
+            assert (found.shape, found.dtype) == (query.shape[:-1], dtype)
+            assert bool(found.isnan().all())
+
+
+def test_inside_vmap_it_is_refused():
+    with pytest.raises(InputError, match="`query` must be a plain tensor, got one inside vmap; give the axis"):
+        torch.vmap(attention_entropy)(Q, Q)
+    with pytest.raises(InputError, match="one inside vmap"):
+        torch.vmap(lambda key: torch.func.grad(lambda q: q.sum() + attention_entropy(q, key).sum())(Q))(Q)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "mask"])
+def test_what_is_no_tensor_is_named(name, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside the tests
+    with pytest.raises(InputError, match=f"`{name}` must be a tensor, got list; pass what attention is given"):
+        attention_entropy(**{"query": Q, "key": Q, name: [1]})
 
 
 def test_a_mean_of_no_rows_is_refused():

@@ -100,6 +100,31 @@ def test_the_bound_is_one_after_any_number_of_steps(seed, steps):
     assert bool(bounds.upper >= norm * (1 - 1e-6))
 
 
+@pytest.mark.parametrize("shape", [(30, 40), (260, 300)])
+@given(exponent=st.integers(-145, 122))
+@settings(max_examples=25)
+def test_any_size_that_the_type_holds_has_the_same_rank(shape, exponent):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().double()
+    tiny = torch.ldexp(w, torch.tensor(exponent)).float()  # below 2^-126 some digits are lost
+    expected, norm = true(tiny.double() * 2.0**-exponent)
+    torch.testing.assert_close(stable_rank(tiny), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(spectral_norm(tiny).lower * 2.0**-exponent, norm, rtol=1e-5, atol=0)
+    wide = torch.ldexp(w, torch.tensor(7 * exponent))
+    torch.testing.assert_close(stable_rank(wide), true(w)[0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [4, 270])
+def test_a_default_type_or_size_of_its_neighbours_changes_nothing(size):
+    w = torch.randn(2, size, size, generator=torch.Generator().manual_seed(0))
+    expected = stable_rank(w)
+    torch.testing.assert_close(stable_rank(w * torch.tensor([1e-30, 1.0])[:, None, None]), expected, rtol=1e-5, atol=0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert stable_rank(w).equal(expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("size", [4, 270])
 def test_zeros_have_no_stable_rank_and_nan_spoils_its_own_matrix_alone(size):
     w = torch.randn(3, size, size, generator=torch.Generator().manual_seed(0))

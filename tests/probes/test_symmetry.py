@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+from collections import UserDict
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import joma
@@ -156,17 +158,192 @@ def test_a_model_that_ignores_earlier_tokens_has_no_gap():
     assert (float(found.largest), float(found.mean), float(found.spread)) == (0.0, 0.0, 0.0)
 
 
+# Rounding
+
+
+NOISE = {torch.float64: 2**-45, torch.float32: 2**-16, torch.float16: 2**-9, torch.bfloat16: 2**-6}  # of |y|, at most
+FOUR = st.sampled_from(list(NOISE))
+
+
+def size(model, tokens, vocabulary):
+    """The root mean square of outputs |y| over random tokens before the last ones."""
+    rows = torch.randint(vocabulary, (64, tokens.shape[1]), generator=torch.Generator().manual_seed(0))
+    rows[:, -1] = tokens[0, -1]
+    with torch.no_grad():
+        return float(model(rows)[..., -1, :].double().square().sum(dim=-1).mean().sqrt())
+
+
+@st.composite
+def roomy(draw):
+    """Parts of a decoder that is wide enough for norms not to magnify rounding, one sequence and a dtype."""
+    parts = {
+        "width": 16 * draw(st.integers(1, 3)),
+        "vocabulary": 12,
+        "length": draw(st.integers(4, 9)),
+        "layers": draw(st.integers(1, 3)),
+        "norm": draw(st.sampled_from(["pre", "post", "none"])),
+        "residual": draw(st.booleans()),
+    }
+    tokens = torch.from_numpy(np.random.default_rng(draw(SEEDS)).permutation(12)[None, : parts["length"]].copy())
+    return parts, tokens, draw(st.integers(0, 999))
+
+
+@given(roomy(), FOUR, st.sampled_from(["learned", "sinusoidal", "rotary"]))
+@settings(max_examples=40, deadline=None)
+def test_in_every_dtype_the_gap_is_that_of_float64_up_to_rounding(case, dtype, positions):
+    parts, tokens, seed = case
+    low = decoder((seed,), positions=positions, **parts).to(dtype)
+    high = decoder((seed,), positions=positions, **parts)
+    high.load_state_dict({name: weight.double() for name, weight in low.state_dict().items()})
+    found, exact = (permutation_gap(model, tokens, samples=20) for model in (low, high))
+    error = NOISE[dtype] * size(high, tokens, 12) / float(exact.spread)
+    assume(error < 0.25)  # else other tokens change less than a few roundings, and there is nothing to compare with
+    assert float(found.largest) == pytest.approx(float(exact.largest), abs=(2 + float(exact.largest)) * error)
+    assert float(found.mean) > 0.0
+    assert float(found.spread) == pytest.approx(float(exact.spread), rel=error)
+
+
+@given(roomy(), FOUR)
+@settings(max_examples=40, deadline=None)
+def test_in_every_dtype_a_full_mask_without_encoding_knows_no_order_up_to_rounding(case, dtype):
+    parts, tokens, seed = case
+    model = decoder((seed,), positions="none", mask="full", **parts).to(dtype)
+    found = permutation_gap(model, tokens, samples=20)
+    assert float(found.largest * found.spread) <= 2 * NOISE[dtype] * size(model, tokens, 12)
+
+
+@given(dtype=FOUR, seed=st.integers(0, 999), earlier=st.integers(2, 60), layers=st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_in_every_dtype_rounding_is_not_taken_for_what_earlier_tokens_change(dtype, seed, earlier, layers):
+    """Attention weights depend on the earlier tokens and their order; what is read, the same everywhere, does not."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    key, place, table = draw(9, 16).to(dtype), draw(earlier + 1, 16).to(dtype), draw(9, 16).to(dtype)
+
+    def model(tokens):
+        y = table[tokens]
+        for _ in range(layers):
+            weights = ((key[tokens] + place) @ y.mT / 4).softmax(dim=-1)
+            y = y + weights @ table[:1].expand(len(tokens), tokens.shape[1], 16) / 2
+        return y
+
+    tokens = torch.from_numpy(np.random.default_rng(seed).integers(9, size=earlier + 1))
+    found = permutation_gap(model, tokens, samples=20, vocabulary=9)
+    assert (float(found.largest), float(found.mean)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", list(NOISE))
+def test_in_every_dtype_noise_of_one_seed_is_noticed(dtype):
+    """Five per cent of the outputs' size, beside a seed whose outputs are a thousand times as large."""
+    model = decoder((0, 1)).to(dtype)
+    scale, draw = torch.tensor([1.0, 1000.0], dtype=dtype)[:, None, None, None], torch.Generator().manual_seed(0)
+
+    def noisy(tokens):
+        y = model(tokens)
+        return scale * y + torch.tensor([0.05, 0.0])[:, None, None, None].to(dtype) * y.abs().amax() * torch.randn(
+            y.shape, generator=draw
+        ).sign().to(dtype)
+
+    with pytest.raises(InputError, match="`model` must be deterministic, got outputs that differ"):
+        permutation_gap(noisy, [[1, 2, 3, 4]])
+
+
+# Dropout
+
+
+class Wrapped(torch.nn.Module):
+    """A bag of embeddings beside a part that is never called, or a rate of its own."""
+
+    def __init__(self, part=None, **rates):
+        super().__init__()
+        self.embedding, self.part = torch.nn.Embedding(9, 4), part
+        for name, rate in rates.items():
+            setattr(self, name, rate)
+
+    def forward(self, tokens):
+        return self.embedding(tokens).cumsum(dim=1)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Wrapped(torch.nn.Dropout(0.01)),
+        Wrapped(torch.nn.Sequential(torch.nn.AlphaDropout(0.01))),
+        Wrapped(torch.nn.MultiheadAttention(4, 2, dropout=0.01)),
+        Wrapped(torch.nn.LSTM(4, 4, num_layers=2, dropout=0.01)),
+        Wrapped(Wrapped(attention_dropout=0.01)),
+        Wrapped(attn_pdrop=0.01),
+        Wrapped(config=SimpleNamespace(vocab_size=9, decoder_layerdrop=0.01)),
+    ],
+)
+def test_a_module_that_drops_something_is_refused_in_training_mode_alone(model):
+    with pytest.raises(InputError, match=r"`model` must be deterministic, got dropout of 0\.01 .*model\.eval\(\)"):
+        permutation_gap(model.train(), [[1, 2, 3]])
+    assert float(permutation_gap(model.eval(), [[1, 2, 3]]).largest) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Wrapped(torch.nn.Sequential(torch.nn.Dropout(0.0), torch.nn.LayerNorm(4))),
+        Wrapped(torch.nn.MultiheadAttention(4, 2)),
+        Wrapped(torch.nn.Dropout(0.5).eval()),
+        Wrapped(drop_last=True, dropped=3, dropout=0.0, keep=0.5),
+        Wrapped(config=SimpleNamespace(vocab_size=9, layerdrop=0.0, summary_first_dropout=0.1)),  # as GPT-2's
+        decoder(dropout=0.5),  # it needs a key to drop anything
+    ],
+)
+def test_training_mode_alone_is_no_reason_to_refuse(model):
+    assert model.training
+    assert float(permutation_gap(model, [[1, 2, 3]]).spread) > 0
+
+
+# Models as they are
+
+
+def test_a_sequence_too_long_for_the_model_is_told_from_tokens_it_does_not_know():
+    table = torch.randn(16, 50, generator=torch.Generator().manual_seed(0))
+
+    def model(tokens):
+        if int(tokens.max()) >= 50:
+            raise IndexError("index out of range in self")
+        return torch.nn.functional.one_hot(tokens, 50).cumsum(dim=1) + table[torch.arange(tokens.shape[1])]
+
+    assert float(permutation_gap(model, torch.arange(16)).spread) > 0
+    for length in (17, 20, 40):
+        expected = rf"`tokens` must be no longer than the model takes, 16 positions, got {length} \(index"
+        with pytest.raises(InputError, match=expected):
+            permutation_gap(model, torch.arange(length))
+    for tokens in ([1, 2, 50], torch.arange(60)):
+        with pytest.raises(InputError, match="`tokens` must be in the model's vocabulary, got"):
+            permutation_gap(model, tokens)
+
+
+def test_a_tokenizers_answer_is_taken():
+    plain = permutation_gap(decoder(positions="learned"), [[1, 2, 3]])
+    for ids in ([[1, 2, 3]], [1, 2, 3], np.array([[1, 2, 3]], dtype=np.uint16), torch.tensor([[1, 2, 3]])):
+        answer = UserDict(input_ids=ids, attention_mask=torch.ones(1, 3))  # as transformers' BatchEncoding
+        assert permutation_gap(decoder(positions="learned"), answer) == plain
+    with pytest.raises(InputError, match="`tokens` must be without padding"):
+        permutation_gap(decoder(), {"input_ids": [[1, 2, 3], [4, 5, 0]], "attention_mask": [[1, 1, 1], [1, 1, 0]]})
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_hugging_face_model_is_asked_as_it_is():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)  # transformers draws its weights from the global stream
-    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=32, n_layer=2, n_head=2)
     model = transformers.GPT2LMHeadModel(config).double()
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
     with pytest.raises(InputError, match=r"`model` must be deterministic.*model\.eval\(\)"):
         permutation_gap(model.train(), tokens)
     found = permutation_gap(model.eval(), tokens)
     assert float(found.largest) > 1e-3
+    half = permutation_gap(copy.deepcopy(model).bfloat16(), tokens)
+    torch.testing.assert_close(half.largest, found.largest, rtol=0.1, atol=0)
+    with pytest.raises(InputError, match=r"`model` must be deterministic.*model\.eval\(\)"):
+        permutation_gap(copy.deepcopy(model).bfloat16().train(), tokens)
+    with pytest.raises(InputError, match=r"`tokens` must be no longer than the model takes, 8 positions, got 10"):
+        permutation_gap(model, [list(range(10))])
     by_hand = permutation_gap(lambda tokens: model(tokens).logits, tokens)
     torch.testing.assert_close(found.largest, by_hand.largest, rtol=1e-12, atol=0)
     with pytest.raises(InputError, match=r"`tokens` must be in the model's vocabulary, 0 to 10, got 1 to 11"):
@@ -208,6 +385,15 @@ ONE_HOT = partial(torch.nn.functional.one_hot, num_classes=9)
         (lambda tokens: tokens.tolist(), [[1, 2, 3]], "model", "a list; wrap"),
         (lambda tokens: ONE_HOT(tokens).double() / 0, [[1, 2, 3]], "model", "finite"),
         (lambda tokens: torch.rand(*tokens.shape, 9), [[1, 2, 3]], "model", "deterministic.*eval"),
+        (ONE_HOT, [[1, 2, 3]], "model", "floating-point type, got torch.int64.*float"),
+        (decoder(), [], "tokens", "at least 2 tokens"),
+        (decoder(), [[]], "tokens", "at least 2 tokens"),
+        (decoder(), [[1, 2], [1, 2, 3]], "tokens", "got a list .*rows of one length"),
+        (decoder(), {"ids": [1, 2]}, "tokens", "got a dict without `input_ids`"),
+        (decoder(), None, "tokens", "got a NoneType .*tokenizer"),
+        (decoder(), "to be or not", "tokens", "got a str .*tokenizer"),
+        (decoder(), [["to", "be"]], "tokens", "got a list .*tokenizer"),
+        (decoder(), [[True, False]], "tokens", "torch.bool"),
         (decoder(), [[1], [2]], "tokens", "at least 2 tokens"),
         (decoder(), [3], "tokens", "at least 2 tokens"),
         (decoder(), torch.zeros(0, 3, dtype=torch.int64), "tokens", "at least 2"),
@@ -460,6 +646,17 @@ def test_causal_layers_with_random_weights_make_neighbours_similar_and_full_ones
     assert float((causal.score[:, 0] - 0.5).abs().max()) < 0.05
 
 
+def test_arrays_and_lists_are_taken_as_tensors_are():
+    array = STATES.double().numpy()[..., ::-1]
+    array.flags.writeable = False
+    tensor = torch.from_numpy(array.copy())
+    assert position_decodability(array, folds=2).accuracy.equal(position_decodability(tensor, folds=2).accuracy)
+    assert adjacency(array).score.equal(adjacency(tensor.tolist()).score)
+    similar = slice_similarity(array).cka
+    assert similar.equal(slice_similarity(tensor).cka)
+    assert own_location(similar.numpy()).margin.equal(own_location(similar).margin)
+
+
 STATES = torch.randn(2, 6, 4, 3, generator=torch.Generator().manual_seed(0))
 
 
@@ -467,6 +664,10 @@ STATES = torch.randn(2, 6, 4, 3, generator=torch.Generator().manual_seed(0))
     ("probe", "states", "options", "name"),
     [
         (position_decodability, STATES.long(), {}, "states"),
+        (position_decodability, STATES.long().numpy(), {}, "states"),
+        (position_decodability, [[[1.0], [2.0, 3.0]]], {}, "states"),
+        (own_location, torch.ones(1, 1, 2, 2, dtype=torch.int64), {}, "similarity"),
+        (own_location, [[[[1.0, 0.5], [0.5]]]], {}, "similarity"),
         (position_decodability, STATES[0, 0], {}, "states"),
         (position_decodability, STATES[..., :1, :], {}, "states"),
         (position_decodability, STATES[..., :0], {}, "states"),

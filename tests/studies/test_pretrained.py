@@ -1,20 +1,24 @@
 import builtins
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from joma.arguments import InputError
+from joma.cli import changed
 from joma.progress import Task
 from joma.studies import pretrained
 from joma.studies.base import Context
 from joma.studies.pretrained import CLAIMS, STUDY, Config
 from joma.watch import Checkpoints
+from joma.watch.loading import quiet
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 SMALL = Config(layers=2, heads=2, width=16, length=16, batch=4, steps=12, every=5)
 
 
@@ -91,14 +95,68 @@ def test_folders_or_repositories_are_probed_side_by_side(folder, found, tmp_path
     np.testing.assert_array_equal(both.entropy.isel(model=0, seed=0).sel(step=8), own.entropy)
     last = found.sel(seed=1, step=12).isel(model=0)
     np.testing.assert_array_equal(both.entropy.isel(model=1, seed=0).sel(step=0), last.entropy)
-    for claim in CLAIMS:
-        assert claim.judge(both, "paper")["verdict"] in ("holds", "does not hold")
+    verdicts = {claim.name: claim.judge(both, "paper")["verdict"] for claim in CLAIMS}
+    untested = {name for name, verdict in verdicts.items() if verdict == "not tested at this preset"}
+    assert untested == {"falls", "bounces", "not-noise"}  # a series of two has no course
     figure = pretrained.draw(both)
     assert [axes.get_ylabel() for axes in figure.axes[3:]] == [
         "entropy / nats",
         "stable rank",
         "root mean square cosine",
     ]
+
+
+def test_a_folder_means_all_that_it_has_unless_revisions_are_given(folder, found, tmp_path):
+    context = Context((0,), checkpoints=tmp_path)
+    own = replace(SMALL, models=(str(folder / "seed0"),))
+    assert own.revisions is None
+    whole = pretrained.run(own, context)
+    assert whole.step.values.tolist() == found.step.values.tolist()
+    assert whole.left_out.values.tolist() == [[0]]
+    assert pretrained.run(replace(own, revisions=()), context).identical(whole)
+    assert changed(STUDY, "quick", ("revisions=",)).revisions == ()
+    assert changed(STUDY, "paper", ("revisions=step0,step8",)).revisions == ("step0", "step8")
+
+
+def test_faults_are_said_with_names_and_remedies_and_kept(folder, tmp_path):
+    shutil.copytree(folder / "seed0", tmp_path / "series")
+    half = tmp_path / "series" / "step2" / "model.safetensors"
+    half.write_bytes(half.read_bytes()[:4000])
+    (tmp_path / "series" / "step4" / "model.safetensors").unlink()
+    torch.save({"w": torch.ones(2), "x": tmp_path}, tmp_path / "series" / "step5" / "pytorch_model.bin")
+    (tmp_path / "series" / "step5" / "model.safetensors").unlink()
+    save_file({"other": torch.ones(2, 2)}, tmp_path / "series" / "step8" / "model.safetensors")
+    config = replace(SMALL, models=(str(tmp_path / "series"),))
+    with pytest.warns(UserWarning, match="series") as said:
+        both = pretrained.run(config, Context((0,), checkpoints=tmp_path / "run"))
+    texts = [str(one.message) for one in said]
+    for step, words in {2: "download it again", 4: "leave it out", 5: "safetensors", 8: "another architecture"}.items():
+        assert sum(f"step{step}" in text and words in text for text in texts) == 1
+    kept = {fault["checkpoints"][0]: fault for fault in json.loads(both.attrs["faults"])}
+    assert {name: fault["kind"] for name, fault in kept.items()} == {
+        "step0": "identical",
+        "step2": "unreadable",
+        "step4": "unreadable",
+        "step5": "unreadable",
+        "step8": "architecture",
+    }
+    assert all(fault["said"] and fault["remedy"] for fault in kept.values())
+    assert both.left_out.values.tolist() == [[4]]
+
+
+@pytest.mark.filterwarnings("ignore:.*attention to watch")
+@pytest.mark.parametrize("kind", ["Mamba", "GPTJ", "T5"])
+def test_a_model_that_cannot_be_drawn_is_refused_in_one_line(kind, tmp_path):
+    sizes = {
+        "Mamba": {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 4},
+        "GPTJ": {"n_embd": 8, "n_layer": 1, "n_head": 2, "rotary_dim": 2, "n_positions": 32},
+        "T5": {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+    }
+    config = getattr(transformers, f"{kind}Config")(vocab_size=256, **sizes[kind])
+    with torch.random.fork_rng(), quiet():
+        getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path / kind)
+    with pytest.raises(InputError, match=f"`models` must be with all that is drawn, got .*{kind}.*; leave it out"):
+        pretrained.run(replace(SMALL, models=(str(tmp_path / kind),)), Context((0,), checkpoints=tmp_path / "run"))
 
 
 def series(**changes):

@@ -142,6 +142,50 @@ def test_one_shard_of_the_final_weights(tmp_path):
     assert result.left_out == {"step32", "step256"}
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_no_numbers_are_a_fault_of_their_own_and_the_rest_is_judged(tmp_path, value):
+    points = walk("walk", STEPS, np.random.default_rng(0))
+    points[4] = points[12] + 1e-3
+    points[7], points[9] = value, value
+    saved(tmp_path, points)
+    faults = {fault.checkpoints: fault for fault in audit(Checkpoints(tmp_path)).faults}
+    kinds = {names: (fault.kind, fault.left_out) for names, fault in faults.items()}
+    assert kinds == {
+        ("step64",): ("not finite", ("step64",)),
+        ("step256",): ("not finite", ("step256",)),
+        ("step8",): ("misplaced", ("step8",)),
+    }
+    assert "step64 has weights that are NaN or infinite (layer" in faults["step64",].said
+
+
+def test_float64_weights_beyond_float32_are_told_without_a_warning(tmp_path):
+    points = walk("walk", STEPS, np.random.default_rng(0))
+    points[5] = 1e300
+    saved(tmp_path, points, dtype=torch.float64)
+    assert found(tmp_path) == [("not finite", ("step16",), ("step16",))]
+
+
+def test_identical_neighbours_are_excused_at_the_start_only(tmp_path):
+    points = walk("walk", STEPS, np.random.default_rng(0))
+    points[1], points[8] = points[0], points[9]
+    saved(tmp_path, points)
+    first, later = audit(Checkpoints(tmp_path)).faults
+    assert (first.checkpoints, later.checkpoints) == (("step0", "step1"), ("step128", "step256"))
+    assert "before the first update" in first.remedy
+    assert later.remedy == "download them again, unless training stood still there"
+
+
+@given(seed=st.integers(0, 10_000), wrong=st.sets(st.integers(0, 15), min_size=2, max_size=5), to=st.integers(0, 15))
+def test_a_misplaced_one_is_sent_to_stations_that_are_not(seed, wrong, to):
+    generator = np.random.default_rng(seed)
+    points = walk("walk", STEPS, generator)
+    for place in wrong:
+        points[place] = points[to] + 1e-2 * generator.normal(size=3000)
+    faults = misplaced(distances([{"w": point} for point in points], ["w"]))
+    stations = {station for _, *both in faults for station in both}
+    assert not stations & {place for place, *_ in faults}
+
+
 def test_one_misplaced_shard(tmp_path):
     points = walk("walk", STEPS, np.random.default_rng(0))
     points[4, 2000:] = points[12, 2000:] + 1e-3

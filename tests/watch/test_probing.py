@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from fake_hub import REPOSITORY, serve
 from joma.arguments import InputError
+from joma.files import StorageError
 from joma.probes.entropy import entropy
 from joma.probes.orthogonality import cosine_orthogonality
-from joma.watch import Checkpoints, loading, probing, tensors
+from joma.watch import Checkpoints, audit, loading, probing, tensors
 from joma.watch.probing import EMBEDDING, _natural, probe, weights
 from joma.watch.recorder import LOWER
 from joma.watch.series import Store
@@ -148,6 +150,27 @@ def test_a_bin_is_measured_like_safetensors(series, tmp_path):
     expected = probe(Checkpoints(series, revisions=["step5"]), text=TEXT).data
     np.testing.assert_allclose(found.data.entropy, expected.entropy, atol=1e-6)
     np.testing.assert_allclose(found.data.stable_rank, expected.stable_rank, rtol=1e-6)
+
+
+def test_a_weight_that_the_audit_did_not_sample_is_looked_at(series, tmp_path):
+    shutil.copytree(series, tmp_path / "series")
+    file = tmp_path / "series" / "step3" / "model.safetensors"
+    own = load_file(file)
+    own["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"][7, 3] = torch.inf
+    save_file(own, file, metadata={"format": "pt"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit, "TENSORS", 2)
+        found = probe(Checkpoints(tmp_path / "series"), text=TEXT)
+    (fault,) = [one for one in found.audit.faults if "finite" in one.said]
+    assert (fault.kind, fault.checkpoints) == ("not measured", ("step3",))
+    assert "NaN or infinities in gpt_neox.layers.1.mlp.dense_h_to_4h.weight" in fault.said
+    assert found.data.stable_rank.isnull().any("weight").sel(step=[2, 3, 4]).values.tolist() == [False, True, False]
+
+
+def test_a_file_in_the_way_of_the_store_is_named(series, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file"):
+        probe(Checkpoints(series), text=TEXT, store=Store(tmp_path / "file" / "measures"))
 
 
 def test_a_model_without_attention_has_its_weights_measured(tmp_path):

@@ -7,6 +7,7 @@ import random
 import warnings
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,7 @@ import joma
 from joma import schedule
 from joma.arguments import InputError
 from joma.watch import EntropyCollapse, RankCollapse, Recorder
-from joma.watch.recorder import doubling, same_random_numbers
+from joma.watch.recorder import doubling, known_options, same_random_numbers
 
 SILENT = {"patience": 10**6}
 
@@ -183,6 +184,42 @@ def test_random_numbers_of_all_three_sources_come_back() -> None:
         assert numbers() == wanted
         numbers()
     assert numbers() == wanted
+
+
+def test_a_number_means_every_so_many_steps() -> None:
+    recorder = Recorder(Model(), TOKENS, at=4, ranks=False, **SILENT)
+    assert [step for step in range(10) if recorder(step)] == [0, 4, 8]
+
+
+def test_options_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside the tests
+    bad = {
+        "at": [0, -1, 2.5, True, "often", object(), [1, -2]],
+        "precision": ["low", 3],
+        "ranks": ["(", None, 3],
+        "rows": ["x"],
+        "floor": [-1.0],
+        "patience": [0],
+    }
+    for name, values in bad.items():
+        for value in values:
+            with pytest.raises(InputError, match=f"`{name}` must be"):
+                Recorder(Model(), TOKENS, **{name: value})
+            with pytest.raises(InputError, match=f"`{name}` must be"):
+                known_options({name: value})
+    with pytest.raises(InputError, match=r"`model` must be a `torch.nn.Module`, got str"):
+        Recorder("gpt2", TOKENS)
+    kept = {"at": 100, "ranks": "mlp", "precision": "fast", "forward": None}
+    assert known_options(kept) == kept
+
+
+def test_a_model_that_diverged_is_recorded_without_a_word() -> None:
+    model = Model()
+    model.sharpness = math.nan
+    recorder = Recorder(model, TOKENS, at=1, ranks=False)
+    model.embed.weight.data.fill_(math.nan)
+    assert all(math.isnan(value) for value in recorder(0).values())
+    assert recorder.dataset().entropy.isnull().all()
 
 
 def test_bad_input_is_named() -> None:

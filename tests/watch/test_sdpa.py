@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 
+import jaxtyping
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as bound_at_import
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -362,13 +365,16 @@ def test_the_encoder_leaves_its_fast_path_and_says_so_once(padded: bool) -> None
     hidden = torch.arange(5) >= torch.tensor([[3], [5]]) if padded else None
     with torch.no_grad():
         plain = encoder(x, src_key_padding_mask=hidden)
-        with pytest.warns(AttentionSwitched, match="fast path"), attention(encoder, reduce="none") as seen:
+        said = "fast path.* equal to rounding but for padded rows, which it may leave at 0, and as before"
+        with pytest.warns(AttentionSwitched, match=said), attention(encoder, reduce="none") as seen:
             inside = encoder(x, src_key_padding_mask=hidden)
         with attention(encoder):
             encoder(x, src_key_padding_mask=hidden)
         assert torch.equal(encoder(x, src_key_padding_mask=hidden), plain)
     real = torch.ones(2, 5, dtype=torch.bool) if hidden is None else ~hidden
     torch.testing.assert_close(inside[real], plain[real], atol=1e-5, rtol=1e-5)
+    assert bool((plain[~real] == 0).all())
+    assert bool((inside[~real] != 0).any()) == padded
     assert torch.backends.mha.get_fastpath_enabled()
     _, matrix = encoder.layers[0].self_attn(x, x, x, key_padding_mask=hidden, average_attn_weights=False)
     assert list(seen.passes[0]) == ["layers.0.self_attn", "layers.1.self_attn"]
@@ -484,6 +490,89 @@ def test_no_attention_is_an_error_on_leaving() -> None:
         pass
     with pytest.raises(InputError, match="no forward pass"):
         seen.dataset()
+
+
+class Plain(nn.Module):
+    """Attention as it is called, with whatever mask."""
+
+    def forward(self, query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_default_type_is_no_obstacle(dtype: torch.dtype) -> None:
+    model, query = Plain(), draw(2, 3, 6, 4)
+    with attention(model) as seen:
+        model(query, query)
+        torch.set_default_dtype(dtype)
+        try:
+            model(query, query)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    first, second = seen.entropy.values
+    assert (first == second).all()
+
+
+@pytest.mark.parametrize("lengths", [(4, 9), (6, 6)])
+def test_a_causal_bias_is_recorded_as_what_it_is(lengths: tuple[int, int]) -> None:
+    model, query, key = Plain(), draw(2, 3, lengths[0], 4), draw(2, 3, lengths[1], 4)
+    for bias in (causal_lower_right(*lengths), causal_upper_left(*lengths)):
+        with attention(model, reduce="none") as seen:
+            inside = model(query, key, bias)
+            model(query, key, bias._materialize())
+        assert torch.equal(inside, model(query, key, bias))
+        found, wanted = (each["Plain"] for each in seen.passes)
+        torch.testing.assert_close(found, wanted, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shapes", [((1, 3), (2, 3)), ((2, 1), (2, 3)), ((3,), (2, 3))])
+def test_queries_that_broadcast_are_recorded(shapes: tuple[tuple[int, ...], ...]) -> None:
+    model, query, key = Plain(), draw(*shapes[0], 4, 5), draw(*shapes[1], 6, 5)
+    with attention(model, reduce="none") as seen:
+        model(query, key)
+    p = (query @ key.mT / 5**0.5).softmax(-1)
+    torch.testing.assert_close(seen.passes[0]["Plain"], entropy(p), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8)])
+def test_an_empty_batch_is_no_error(shape: tuple[int, ...]) -> None:
+    model, query = Plain(), torch.zeros(shape)
+    with attention(model) as seen, attention(model, reduce="none") as rows:
+        assert model(query, query).shape == shape
+    assert seen.entropy.isnull().all()
+    assert rows.passes[0]["Plain"].shape == shape[:-1]
+
+
+def test_what_cannot_be_measured_goes_on_and_is_said_once() -> None:
+    model, query = Plain(), draw(3, 2, 5, 4)
+    plain = torch.vmap(model)(query, query)
+    ragged = torch.nested.nested_tensor([draw(5, 2, 4), draw(3, 2, 4)], layout=torch.jagged).transpose(1, 2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with attention(model) as none:
+            insides = [torch.vmap(model)(query, query) for _ in range(2)]
+        with attention(model) as seen:
+            assert model(ragged, ragged).is_nested
+            model(query, query)
+    assert all(torch.equal(inside, plain) for inside in insides)
+    first, second = (str(one.message) for one in said)
+    assert first.startswith("attention that cannot be measured is not recorded: `query` must be a plain tensor")
+    assert ("one inside vmap" in first, "a nested one; pad it" in second) == (True, True)
+    with pytest.raises(InputError, match="one inside vmap"):
+        none.dataset()
+    assert seen.entropy.notnull().all()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_what_is_no_model_or_no_rows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)))
+    with pytest.raises(InputError, match="`model` must be free of TorchScript, got Sequential; watch the module"):
+        attention(scripted).__enter__()
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside the tests
+    with pytest.raises(InputError, match=r"`model` must be a `torch.nn.Module`, got str 'gpt2'; load it first"):
+        attention("gpt2").__enter__()  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"`rows` must be a boolean tensor .* got str"):
+        attention(Plain(), rows="x").__enter__()  # type: ignore[arg-type]
 
 
 def test_bad_arguments_are_named() -> None:

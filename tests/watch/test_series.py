@@ -221,3 +221,11 @@ def test_a_file_that_ends_early_on_the_hub_is_named(tmp_path):
         file.write_bytes(file.read_bytes()[:100_000])
         with pytest.raises(Unreadable, match=r"step0/model\.safetensors"):
             only.tensor("w")
+
+
+def test_one_revision_may_be_given_by_its_name_and_no_name_is_no_folder(tmp_path):
+    series(tmp_path, [0, 3, 7])
+    assert Checkpoints(tmp_path, revisions="step3").names == ("step3",)
+    for source in ("", "  "):
+        with pytest.raises(InputError, match=r"`source` must be a folder or a repository, got no name; write `\.`"):
+            Checkpoints(source)

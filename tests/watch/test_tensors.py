@@ -174,3 +174,12 @@ def test_an_index_that_is_none_is_named(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(InputError, match="download"):
         weight_files({path.name: entry(path) for path in tmp_path.iterdir()}, "step1", Meter())
+
+
+def test_a_type_that_is_not_known_is_named_and_not_taken_for_damage(tmp_path):
+    header = json.dumps({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    with pytest.raises(Unreadable, match=r"must be of tensors in F64, .*, got F4 for w; convert it") as told:
+        SafetensorsFile(local_bytes(file, "model.safetensors"), Meter()).names()
+    assert "download" not in str(told.value)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
+from numpy.typing import ArrayLike
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from torch import Tensor
@@ -39,22 +40,23 @@ def encode(texts: Sequence[str]) -> Int[Tensor, "text position"]:
     return torch.tensor([[CHARACTERS.index(character) for character in text] for text in texts])
 
 
-def decode(tokens: Tensor) -> list[str]:
+def decode(tokens: ArrayLike | Tensor) -> list[str]:
     """Return the texts of token numbers [text, position].
 
     >>> decode(torch.tensor([[1, 10, 9, 11, 1, 0]]))
     ['1+9=10']
     """
-    if tokens.ndim != 2 or tokens.is_floating_point():
-        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+    given = _numbers("tokens", tokens, "[text, position]")
+    if given.ndim != 2:
+        got = f"shape {tuple(given.shape)}"
         raise InputError("tokens", "whole numbers [text, position]", got, "flatten the leading axes")
-    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < len(CHARACTERS):
-        got = f"{int(tokens.min())} to {int(tokens.max())}"
+    if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < len(CHARACTERS):
+        got = f"{int(given.min())} to {int(given.max())}"
         raise InputError("tokens", f"in [0, {len(CHARACTERS) - 1}]", got, "give token numbers of this vocabulary")
-    return ["".join(CHARACTERS[number] for number in row) for row in tokens.tolist()]
+    return ["".join(CHARACTERS[number] for number in row) for row in given.tolist()]
 
 
-def sequences(pairs: Tensor, *, digits: int, reverse: bool = False) -> Int[Tensor, "*batch position"]:
+def sequences(pairs: ArrayLike | Tensor, *, digits: int, reverse: bool = False) -> Int[Tensor, "*batch position"]:
     """Return the sequences of pairs of numbers: first + second = sum, on the pairs' device.
 
         d digits, plus, d digits, equals, d + 1 digits of the sum, padded with zeros; position runs over 3d + 3
@@ -70,10 +72,11 @@ def sequences(pairs: Tensor, *, digits: int, reverse: bool = False) -> Int[Tenso
     ['123+456=9750']
     """
     digits = _digits(digits)
-    if pairs.ndim < 1 or pairs.shape[-1] != 2 or pairs.is_floating_point():
-        got = f"{pairs.dtype} of shape {tuple(pairs.shape)}"
+    given = _numbers("pairs", pairs, "[..., 2]")
+    if given.ndim < 1 or given.shape[-1] != 2:
+        got = f"shape {tuple(given.shape)}"
         raise InputError("pairs", "whole numbers [..., 2]", got, "give the two numbers to add along the last axis")
-    first, second = pairs.unbind(-1)
+    first, second = given.unbind(-1)
     total = _expand(first + second, digits + 1)
     sign = torch.zeros_like(total[..., :1])
     parts = [_expand(first, digits), sign + PLUS, _expand(second, digits), sign + EQUALS]
@@ -131,7 +134,7 @@ def split(digits: int, *, share: float, generator: torch.Generator) -> Pairs:
     return Pairs(train=away.logical_not().nonzero(), test=away.nonzero())
 
 
-def draw(pairs: Tensor, *, size: int, key: Int[Tensor, "2 seed"]) -> Int[Tensor, "seed sample 2"]:
+def draw(pairs: ArrayLike | Tensor, *, size: int, key: Int[Tensor, "2 seed"]) -> Int[Tensor, "seed sample 2"]:
     """Draw a batch of pairs with replacement for each seed: a function of the key alone.
 
     A seed's batch does not depend on the seeds beside it, and a captured step may draw it, as the key's step can be a
@@ -146,11 +149,12 @@ def draw(pairs: Tensor, *, size: int, key: Int[Tensor, "2 seed"]) -> Int[Tensor,
     >>> draw(torch.tensor([[1, 2], [3, 4], [5, 6]]), size=2, key=key(torch.tensor([0, 7]), 3)).shape
     torch.Size([2, 2, 2])
     """
-    if pairs.ndim != 2 or pairs.shape[-1] != 2 or len(pairs) == 0:
-        raise InputError("pairs", "[pair, 2] and non-empty", f"shape {tuple(pairs.shape)}", "pass `split(...).train`")
+    given = _numbers("pairs", pairs, "[pair, 2]")
+    if given.ndim != 2 or given.shape[-1] != 2 or len(given) == 0:
+        raise InputError("pairs", "[pair, 2] and non-empty", f"shape {tuple(given.shape)}", "pass `split(...).train`")
     # A number of 24 bits alone would make some of 10⁶ pairs 6% more likely than others.
     high, low = ((uniform((whole("size", size),), key=key, site=site) * 2**24).long() for site in (0, 1))
-    return pairs[((high << 24) + low) % len(pairs)]
+    return given[((high << 24) + low) % len(given)]
 
 
 @dataclass(frozen=True)
@@ -279,6 +283,18 @@ def _independent(
     if solved.status != 0:
         raise RuntimeError(f"the integer programme was not solved: {solved.message}")
     return round(-solved.fun)
+
+
+def _numbers(name: str, value: ArrayLike | Tensor, axes: str) -> Int[Tensor, "*axes"]:
+    """Return whole numbers in int64, in which sums of up to 18 digits do not overflow."""
+    expected, remedy = f"whole numbers {axes}", "give whole numbers, in rows of one length"
+    try:
+        given = torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value)  # torch warns of read-only
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise InputError(name, expected, f"a {type(value).__name__} ({cause})", remedy) from None
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise InputError(name, expected, f"{given.dtype} of shape {tuple(given.shape)}", remedy)
+    return given.long()
 
 
 def _digits(digits: int) -> int:

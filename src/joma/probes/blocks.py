@@ -110,12 +110,13 @@ def bounded(scores: Scores) -> Rows:
     Half the time of `blocked`: 2^s is far faster than exp, no largest score is looked for, and no causal half is lost.
     """
     (batch, head, queries, _), keys = scores.query.shape, scores.key.shape[2]
-    sums = torch.empty(2, batch, head, queries, dtype=torch.float32)
+    own = {"dtype": torch.float32, "device": scores.query.device}  # never what the user has set as the default
+    sums = torch.empty(2, batch, head, queries, **own)
     threads = min(torch.get_num_threads(), _THREADS)
     heads, pieces = _pieces(scores, threads * max(2, _STRIPS.scores // (queries * min(keys, _STRIPS.keys))))
     most = max(_STRIPS.keys, threads * _STRIPS.scores // heads)
     cover = list(_cover(queries, keys, scores.causal, most))
-    space, factor = torch.empty(2, heads * most), scores.scale / math.log(2)
+    space, factor = torch.empty(2, heads * most, **own), scores.scale / math.log(2)
     with exact_products(scores.query.device):
         for part, shared in pieces:
             query, key = scores.query[part].float(), scores.key[shared].float()

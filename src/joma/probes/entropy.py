@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -64,25 +65,27 @@ def attention_entropy(
 
     Args:
         query: [*batch, head, query, dim], float16, bfloat16, float32 or float64; fewer or more leading axes will do.
-        key: [*batch, head, key, dim], its leading axes as those of `query` or 1.
+        key: [*batch, head, key, dim]; leading axes of the two broadcast.
         causal: whether query i sees keys 0 to i alone, counted from the first of both also where lengths differ.
         mask: to broadcast to [*batch, head, query, key]: True where a key is seen, or a bias that is added to the
-            scores. −inf, and a number below half the least of its type, hide the key. With `causal` both apply.
+            scores. −inf, and a number below half the least of its type, hide the key. With `causal` both apply. A
+            `torch.nn.attention.bias.CausalBias` is taken at its word, without a matrix.
         scale: 1/√dim if not given.
         enable_gqa: whether several heads of `query` may share one of `key`, neighbours the same one.
         precision: "high" multiplies and adds in float32 at least, whatever the inputs. "fast" lets a GPU round
             float32 factors to TF32, and takes half precision's fused attention where our own kernel cannot run.
 
     Returns:
-        [*batch, head, query] in float32, or float64 for float64; NaN where all keys are hidden: see `mean_entropy`.
+        [*batch, head, query] in float32, or float64 for float64; NaN where all keys are hidden, or there are none: see
+            `mean_entropy`.
 
     >>> query, key = torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 4, 8)
     >>> attention_entropy(query, key, causal=True).exp()
     tensor([[[1., 2., 3., 4.]]])
     """
     order = choice("precision", precision, blocks.PRECISIONS)
-    scores = _scores(query, key, causal, mask, scale, grouped=enable_gqa)
-    return _joined([blocks.rows(part, order).entropy for part in scores], query.shape[:-1])
+    asked = _asked(query, key, causal, mask, scale, grouped=enable_gqa)
+    return asked.joined([blocks.rows(part, order).entropy for part in asked.scores])
 
 
 def attention_rows(
@@ -118,10 +121,10 @@ def attention_rows(
     (tensor([1., 1.]), tensor([4., 4.]), tensor([0.2500, 0.2500]))
     """
     order = choice("precision", precision, blocks.PRECISIONS)
-    scores = _scores(query, key, causal, mask, scale, grouped=enable_gqa)
-    found = [blocks.rows(part, order, largest=True) for part in scores]
-    nats, largest = (_joined(parts, query.shape[:-1]) for parts in zip(*found, strict=True))
-    seen = _joined([blocks.visible(part) for part in scores], query.shape[:-1])
+    asked = _asked(query, key, causal, mask, scale, grouped=enable_gqa)
+    found = [blocks.rows(part, order, largest=True) for part in asked.scores]
+    nats, largest = (asked.joined([cast(Tensor, part[n]) for part in found]) for n in range(2))
+    seen = asked.joined([blocks.visible(part) for part in asked.scores])
     limit = seen.to(nats.dtype).log()
     return AttentionRows(nats, nats / limit.masked_fill(seen <= 1, torch.nan), effective_tokens(nats), largest)
 
@@ -162,28 +165,75 @@ def mean_entropy(entropy: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     return entropy.nanmean(dim=dim)
 
 
-def _scores(
+class _Asked(NamedTuple):
+    """What was asked for, in batches of four axes; none where there is no row, or no key."""
+
+    scores: list[Scores]
+    shape: torch.Size
+    query: Tensor
+    backwards: bool  # the last query first
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """One number for each query from those of each batch; NaN where there was nothing to measure."""
+        if not parts:
+            dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
+            return self.query.new_full(self.shape, torch.nan, dtype=dtype)
+        found = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).view(self.shape)
+        return found.flip(-1) if self.backwards else found
+
+
+def _asked(
     query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None, *, grouped: bool
-) -> list[Scores]:
+) -> _Asked:
     """Check everything and bring it to four axes: one batch axis and one of heads."""
-    _check_tensors(query, key)
+    _check_tensors(query, key, mask)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     if type(factor) is not float or not math.isfinite(factor):
         factor = float(real("scale", factor, ndim=0))
-    lead = query.shape[:-2]
-    query, key = query.detach(), key.detach()
-    key = key.expand(*_key_lead(lead, key.shape[:-2], grouped), *key.shape[-2:])
+    query, key, backwards = query.detach(), key.detach(), False
+    lead, shared = _leads(query.shape[:-2], key.shape[:-2], grouped)
+    query, key = query.expand(*lead, *query.shape[-2:]), key.expand(*shared, *key.shape[-2:])
+    offset = _offset(mask, query.shape[-2], key.shape[-2])
+    if offset is not None:
+        offset = min(offset, 0) if causal else offset
+        causal, mask, backwards = offset == 0, None, offset != 0
+        if backwards:
+            query, mask = query.flip(-2), _later(query, key.shape[-2], offset)
     if mask is not None:
         mask = _expanded(mask, (*lead, query.shape[-2], key.shape[-2]), query.device)
-    outer = lead[:-2].numel()  # not flattened: a mask that repeats along some axes would have to be copied
-    return [
+    empty = query.numel() == 0 or key.numel() == 0
+    outer = 0 if empty else torch.Size(lead[:-2]).numel()  # not flattened: a mask that repeats would have to be copied
+    parts = [
         Scores(_nth(query, n), _nth(key, n), None if mask is None else _nth(mask, n), causal, factor)
         for n in range(outer)
     ]
+    return _Asked(parts, query.shape[:-1], query, backwards)
 
 
-def _joined(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).view(shape)
+def _offset(mask: Any, queries: int, keys: int) -> int | None:
+    """Return how many keys beyond its own number a query sees by a `CausalBias`, whose memory says nothing; else None.
+
+    Aligned at the upper left, or square, torch takes it as causal attention whatever its lengths.
+    """
+    known = sys.modules.get("torch.nn.attention.bias")  # a second to import, and without it there is no such bias
+    if known is None or not isinstance(mask, known.CausalBias):
+        return None
+    lengths = mask.seq_len_q, mask.seq_len_kv
+    if mask.variant == known.CausalVariant.UPPER_LEFT or lengths[0] == lengths[1]:
+        return 0
+    if lengths != (queries, keys):
+        raise InputError("mask", f"for {queries} queries and {keys} keys", f"one for {lengths}", "make it anew")
+    return keys - queries
+
+
+def _later(query: Tensor, keys: int, offset: int) -> Tensor:
+    """Return which keys the queries, the last one first, see up to their own number plus `offset`.
+
+    Key j of query i from the end depends on i + j alone: a window that slides along one line, and no matrix.
+    """
+    queries = query.shape[-2]
+    line = torch.arange(max(0, queries + keys - 1), device=query.device) <= queries - 1 + offset
+    return line.unfold(0, keys, 1) if queries and keys else line.new_zeros(queries, keys)
 
 
 def _nth(tensor: Tensor, n: int) -> Tensor:
@@ -193,13 +243,22 @@ def _nth(tensor: Tensor, n: int) -> Tensor:
     return tensor[(None,) * (4 - tensor.ndim)]
 
 
-def _check_tensors(query: Tensor, key: Tensor) -> None:
+def _check_tensors(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
+    for name, tensor in (("query", query), ("key", key), ("mask", mask)):
+        if tensor is None and name == "mask":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise InputError(name, "a tensor", type(tensor).__name__, "pass what attention is given")
+        if tensor.is_nested:
+            raise InputError(name, "a plain tensor", "a nested one", "pad it and hide the padding with `mask`")
+        if _mapped(tensor):
+            raise InputError(name, "a plain tensor", "one inside vmap", "give the axis as a leading one, without vmap")
     for name, tensor in (("query", query), ("key", key)):
         if tensor.dtype not in _TYPES:
             raise InputError(name, "of float16, bfloat16, float32 or float64", tensor.dtype, "convert it first")
-        if tensor.ndim < 2 or tensor.numel() == 0:
+        if tensor.ndim < 2 or tensor.shape[-1] == 0:
             got = f"shape {tuple(tensor.shape)}"
-            raise InputError(name, "[*batch, head, length, dim] and non-empty", got, "pass what attention is given")
+            raise InputError(name, "[*batch, head, length, dim], dim at least 1", got, "pass what attention is given")
     for name, ours, other in (
         ("key", key.dtype, query.dtype),
         ("key", key.device, query.device),
@@ -209,18 +268,33 @@ def _check_tensors(query: Tensor, key: Tensor) -> None:
             raise InputError(name, f"{other}, as `query`", ours, "bring both to the same")
 
 
-def _key_lead(query: torch.Size, key: torch.Size, grouped: bool) -> tuple[int, ...]:
-    """Return the key's leading axes after broadcasting, heads left as they are where they are shared."""
-    expected = f"of leading axes {tuple(query)} as `query`, or 1"
-    remedy = "align the leading axes" if grouped else "align the leading axes, or pass enable_gqa=True for shared heads"
-    if grouped and (not query or not key or query[-1] % key[-1] or query[-1] < key[-1]):
-        expected = f"of a number of heads that divides the {query[-1] if query else 0} of `query`"
-        raise InputError("key", expected, f"leading axes {tuple(key)}", "check the axis of heads")
-    target = (*query[:-1], key[-1]) if grouped else tuple(query)
-    aligned = zip(reversed(key), reversed(target), strict=False)
-    if len(key) > len(target) or any(own not in (1, wanted) for own, wanted in aligned):
-        raise InputError("key", expected, f"leading axes {tuple(key)}", remedy)
-    return target
+def _mapped(tensor: Tensor) -> bool:
+    """Whether `torch.vmap` hides an axis of it: its values cannot be looked at."""
+    functorch = cast(Any, torch._C)._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def _leads(query: torch.Size, key: torch.Size, grouped: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the leading axes of both after broadcasting, heads left as they are where they are shared."""
+    if query == key:
+        return query, key
+    if grouped:
+        if not query or not key or not key[-1] or query[-1] % key[-1] or query[-1] < key[-1]:
+            expected = f"of a number of heads that divides the {query[-1] if query else 0} of `query`"
+            raise InputError("key", expected, f"leading axes {tuple(key)}", "check the axis of heads")
+        batch, _ = _leads(query[:-1], key[:-1], grouped=False)
+        return (*batch, query[-1]), (*batch, key[-1])
+    try:
+        lead = tuple(torch.broadcast_shapes(query, key))
+    except RuntimeError:
+        expected = f"of leading axes that broadcast with {tuple(query)} of `query`"
+        remedy = "align the leading axes, or pass enable_gqa=True for shared heads"
+        raise InputError("key", expected, f"leading axes {tuple(key)}", remedy) from None
+    return lead, lead
 
 
 def _expanded(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:

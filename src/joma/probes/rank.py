@@ -33,6 +33,7 @@ _FIRST = 8  # block steps before the bounds are looked at
 _MOST = 40  # block steps, if the bound is not reached before
 _RISK = 1e-9
 _GRID = 32
+_RANGE = (1e-12, 1e12)  # of the largest entry: the sum of squares is far from both ends of float32
 _ONE_DNN = torch.backends.mkldnn.is_available()
 
 
@@ -54,8 +55,7 @@ def stable_rank(weight: Tensor, *, tolerance: float = 2e-3, iterations: int | No
         iterations: a fixed number of steps instead, without a check: nothing then waits for the device.
 
     Returns:
-        [*batch] in float64; NaN for a matrix of zeros, or one that has an infinity or NaN or
-            squares too large for its type.
+        [*batch] in float64; NaN for a matrix of zeros, or one that has an infinity or NaN.
 
     >>> stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0])))
     tensor(1.5000, dtype=torch.float64)
@@ -95,12 +95,26 @@ def _norms(weight: Tensor, tolerance: float, iterations: int | None) -> tuple[Fl
     w = weight.detach()
     w = w if w.dtype == torch.float64 else w.float()
     w = w if w.shape[-2] <= w.shape[-1] else w.mT
+    w, unit = _scaled(w)
     total = _frobenius(w)
     size = torch.where(total > 0, total, 1.0)[..., None, None].to(w.dtype)  # so that zeros stay zeros
     with exact_products(w.device), torch.autocast(w.device.type, enabled=False):
         square = _small(w, size) if w.shape[-2] <= _SMALL else _large(w, size, wanted, steps)
     lower, upper = (bound.sqrt() * size[..., 0, 0] for bound in square)
-    return total, Bounds(lower, torch.maximum(torch.minimum(upper, total), lower))
+    return total * unit, Bounds(lower * unit, torch.maximum(torch.minimum(upper, total), lower) * unit)
+
+
+def _scaled(w: Float[Tensor, "*batch row column"]) -> tuple[Tensor, Float[Tensor, "*batch"]]:
+    """Return matrices whose squares their type can hold, and what each was divided by: a power of two, so exactly.
+
+    On the CPU only where it is needed; on a GPU that would have to be waited for, and a copy costs little.
+    """
+    peak = torch.maximum(w.amax(dim=(-2, -1)), -w.amin(dim=(-2, -1)))
+    if w.device.type == "cpu" and bool(((peak > _RANGE[0]) & (peak < _RANGE[1]) | (peak == 0)).all()):
+        return w, torch.ones_like(peak, dtype=torch.float64)
+    known = (peak > 0) & peak.isfinite()
+    unit = torch.where(known, torch.exp2(peak.double().log2().floor()), 1.0)
+    return w / unit[..., None, None].to(w.dtype), unit
 
 
 def _frobenius(w: Float[Tensor, "*batch row column"]) -> Float[Tensor, "*batch"]:
@@ -144,7 +158,8 @@ def _large(
 ) -> Bounds:
     """Block Lanczos on A = w wᵀ / size², all vectors kept orthogonal, until the bounds are as wanted."""
     rows, most = w.shape[-2], min(steps or _MOST, w.shape[-2] // _BLOCK)
-    start = torch.randn(rows, _BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    random = torch.Generator("cpu").manual_seed(0)
+    start = torch.randn(rows, _BLOCK, generator=random, dtype=torch.float64, device="cpu")
     block = torch.linalg.qr(start)[0].to(w).expand(*w.shape[:-2], rows, _BLOCK)
     space = w.new_empty(*w.shape[:-2], rows, (most + 1) * _BLOCK)
     space[..., :_BLOCK] = block

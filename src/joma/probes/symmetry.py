@@ -7,22 +7,26 @@ neighbours are more alike than others. Any leading axes, such as seed and layer,
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
 
 from joma.arguments import InputError, real, whole
 
 ENUMERATED = 6  # up to so many earlier tokens all permutations are tried, at most 720
 ELEMENTS = 2**24  # of logits asked for at once, unless one sequence has more
-ROUNDING = 64  # in units of a dtype's epsilon: differences below count as rounding
+SUMMED, STORED = 64, 1  # roundings, in units of a dtype's epsilon: of what sums are taken in, of what is kept
 TIE = 1e-9  # cosines that differ by less are alike
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class PermutationGap:
     """How far permutations of the earlier tokens move the last position's output.
 
     Attributes:
-        largest, mean: over sequences and permutations, each relative to `spread`.
+        largest, mean: over sequences and permutations, each relative to `spread`. The identity, which changes nothing,
+            is one of all permutations, so that the mean is what a random permutation is expected to change.
         spread: how far the output moves when the earlier tokens are others.
         permutations: how many were tried for each sequence; all there are, or a sample.
     """
@@ -57,16 +62,18 @@ def permutation_gap(
     y is the output at the last position, s one of the sequences, π a permutation of all its tokens but the last, and r
     sequences that end in the same token as s and have random tokens before it, uniform over the vocabulary. A gap of 1
     therefore says that the order of the earlier tokens matters as much as which they are; the last token's own share
-    of the output cancels. Where other earlier tokens do not change y by more than rounding, the gap is 0. Without
-    positional encoding and with a full mask the gap is 0 up to rounding (arXiv 2402.05969): about 1e-15 in float64,
-    1e-6 in float32; the wider the sum that attention takes or the smaller `spread` against y, the more.
+    of the output cancels. Where other earlier tokens do not change y by more than rounding, the gap is 0: by a share of
+    |y| of 1e-14 in float64, 1e-5 in float32, 0.001 in float16 and 0.008 in bfloat16. Without positional encoding and
+    with a full mask the gap is 0 up to rounding (arXiv 2402.05969): about 1e-15 in float64, 1e-6 in float32, 1e-3 in
+    float16, 1e-2 in bfloat16; the wider the sum that attention takes or the smaller `spread` against y, the more.
 
     All permutations are tried up to 6 earlier tokens, beyond that `samples` random ones for each sequence.
 
     Args:
         model: a callable from whole numbers [sample, position] to logits [*seed, sample, position, output], or to an
-            object with such `.logits`. Hugging Face models and `joma.models.Decoder` are such callables.
-        tokens: [sample, position] or [position], at least 2 positions.
+            object with such `.logits`. Hugging Face models and `joma.models.Decoder` are such callables. It must be
+            deterministic: a module in training mode is refused if it has dropout.
+        tokens: [sample, position] or [position], at least 2 positions; or a tokenizer's answer, without padding.
         samples: number of random permutations where not all are tried.
         inputs: number of random sequences r for each s.
         vocabulary: number of tokens; if not given it is looked up in the model, or else it is the number of outputs.
@@ -84,6 +91,7 @@ def permutation_gap(
     (True, tensor(0.8593, dtype=torch.float64))
     """
     samples, inputs = whole("samples", samples), whole("inputs", inputs, low=2)
+    _check_model(model)
     given = _sequences(tokens).to(_device(model))
     known = _vocabulary(model) if vocabulary is None else whole("vocabulary", vocabulary)
     _check_range(given, known)
@@ -99,20 +107,57 @@ def permutation_gap(
     return PermutationGap(relative.amax(dim=-1), relative.mean(dim=-1), spread, orders.shape[1])
 
 
+def _tensor(name: str, value: Any, expected: str, remedy: str) -> Tensor:
+    """Return numbers as a tensor, or say that they are none."""
+    try:
+        return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value)  # torch warns of read-only
+    except (TypeError, ValueError, RuntimeError) as cause:
+        got = f"a {type(value).__name__} ({str(cause).splitlines()[0]})"
+        raise InputError(name, expected, got, remedy) from None
+
+
 def _sequences(tokens: Any) -> Int[Tensor, "sample position"]:
-    given = torch.as_tensor(tokens)
+    """Return tokens, or the `input_ids` of a tokenizer's answer, checked to be sequences of one length."""
+    expected, remedy = "whole numbers [sample, position]", "give a tokenizer's numbers, in rows of one length"
+    answer = tokens if isinstance(tokens, Mapping) else {"input_ids": tokens}
+    if "input_ids" not in answer:
+        raise InputError("tokens", expected, f"a {type(tokens).__name__} without `input_ids`", remedy)
+    given = _tensor("tokens", answer["input_ids"], expected, remedy)
     given = given[None] if given.ndim == 1 else given
-    if given.ndim != 2 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        got = f"{given.dtype} of shape {tuple(given.shape)}"
-        raise InputError("tokens", "whole numbers [sample, position]", got, "give token numbers")
-    if given.shape[0] < 1 or given.shape[1] < 2:
+    if given.ndim == 2 and (given.shape[0] < 1 or given.shape[1] < 2):
         remedy = "give longer sequences, as there is nothing to permute before the last token"
         raise InputError("tokens", "sequences of at least 2 tokens", f"shape {tuple(given.shape)}", remedy)
+    if given.ndim != 2 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise InputError("tokens", expected, f"{given.dtype} of shape {tuple(given.shape)}", "give token numbers")
+    mask = answer.get("attention_mask")
+    if mask is not None and not _tensor("tokens", mask, expected, remedy).all():
+        raise InputError("tokens", "without padding", "an attention mask with zeros", "give sequences of one length")
     return given.long()
 
 
+def _check_model(model: Any) -> None:
+    """Refuse a module in training mode that says it drops something; asking it twice might not show that."""
+    for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
+        if part.training and (rate := _drops(part)):
+            got = f"dropout of {rate:g} in training mode in {name or 'it'} ({type(part).__name__})"
+            raise InputError("model", "deterministic", got, "turn dropout off with `model.eval()`")
+
+
+def _drops(part: nn.Module) -> float:
+    """Return the rate at which a module itself drops something in training, as far as it says: 0 if it does not.
+
+    Rates are those of torch's dropout, attributes with "drop" in their names, as of modules that call `F.dropout`, and
+    the layer drop of a Hugging Face config. Its other rates may be of parts that the model does not have.
+    """
+    said = {"drop": float(part.p)} if isinstance(part, DROPOUTS) else dict(vars(part))
+    config = vars(part.config) if hasattr(getattr(part, "config", None), "__dict__") else {}
+    said |= {name: value for name, value in config.items() if name.endswith("layerdrop")}
+    rates = (value for name, value in said.items() if "drop" in name and isinstance(value, float) and 0 < value <= 1)
+    return next(rates, 0.0)
+
+
 def _device(model: Any) -> torch.device:
-    first = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     return torch.device("cpu") if first is None else first.device
 
 
@@ -139,9 +184,7 @@ def _last(model: Callable[[Tensor], Any], given: Int[Tensor, "sample position"])
     try:
         answer = model(given)
     except IndexError as cause:
-        low, high = (int(bound) for bound in torch.aminmax(given))
-        remedy = "use the model's own tokens, and give their number as `vocabulary`"
-        raise InputError("tokens", "in the model's vocabulary", f"{low} to {high} ({cause})", remedy) from None
+        raise _out_of_range(model, given, cause) from None
     logits = getattr(answer, "logits", answer)
     if not isinstance(logits, Tensor):
         remedy = "wrap it in a function that returns the logits"
@@ -150,19 +193,55 @@ def _last(model: Callable[[Tensor], Any], given: Int[Tensor, "sample position"])
         expected = f"returning logits [{len(given)}, {given.shape[1]}, vocabulary] for {len(given)} sequences"
         remedy = "pass a model with an output at every position, not a classifier of whole sequences"
         raise InputError("model", expected, f"shape {tuple(logits.shape)}, which has no such position axis", remedy)
+    if not logits.is_floating_point():
+        remedy = "return logits, not tokens, or convert them with `.float()`"
+        raise InputError("model", "returning logits of a floating-point type", logits.dtype, remedy)
     last = logits[..., -1, :]
     if not last.isfinite().all():
         raise InputError("model", "returning finite logits", "NaN or infinity", "check its weights and dtype")
     return last
 
 
+def _out_of_range(
+    model: Callable[[Tensor], Any], given: Int[Tensor, "sample position"], cause: IndexError
+) -> InputError:
+    """Say what a model cannot look up: the length, if it knows every token by itself, or else the tokens."""
+
+    def takes(part: Int[Tensor, "sample position"]) -> bool:
+        try:
+            model(part)
+        except Exception:  # whatever it is, the length is then not shown to be the reason
+            return False
+        return True
+
+    length = given.shape[1]
+    if takes(given.unique()[:, None]):
+        fails = bisect.bisect_left(range(length), True, lo=2, key=lambda n: not takes(given[:, :n]))
+        expected = f"no longer than the model takes, {fails - 1} positions"
+        return InputError("tokens", expected, f"{length} ({cause})", "give shorter sequences")
+    low, high = (int(bound) for bound in torch.aminmax(given))
+    remedy = "use the model's own tokens, and give their number as `vocabulary`"
+    return InputError("tokens", "in the model's vocabulary", f"{low} to {high} ({cause})", remedy)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Return the share of an output's size below which a difference counts as rounding.
+
+    float64 and float32 are summed as they are, and the error grows with the width. Narrower types are summed in float32
+    and rounded where they are stored: decoders of 1 to 24 layers have errors of 0.2 to 1.7 of their epsilon. A much
+    higher floor would hide what these types do resolve.
+    """
+    eps = torch.finfo(dtype).eps
+    return max(STORED * eps, SUMMED * min(eps, torch.finfo(torch.float32).eps))
+
+
 def _steady(model: Callable[[Tensor], Any], given: Int[Tensor, "1 position"]) -> Float[Tensor, "*seed 1 out"]:
     """Return the output for one sequence, checked to be the same when asked again."""
     first, again = _last(model, given), _last(model, given)
-    off = float((first - again).abs().max())
-    if off > ROUNDING * torch.finfo(first.dtype).eps * float(first.abs().max()):
-        remedy = "turn dropout off with `model.eval()`"
-        raise InputError("model", "deterministic", f"outputs that differ by {off:.3g} on the same tokens", remedy)
+    off = (first.double() - again.double()).abs().amax(dim=-1)
+    if (off > _rounding(first.dtype) * first.double().abs().amax(dim=-1)).any():
+        remedy, got = "turn dropout off with `model.eval()`", f"outputs that differ by {float(off.max()):.3g}"
+        raise InputError("model", "deterministic", f"{got} on the same tokens", remedy)
     return first
 
 
@@ -202,9 +281,9 @@ def _spread(
     for own, earlier in zip(given, stray, strict=True):
         mixed = torch.cat([earlier, own[-1:].expand(len(earlier), 1)], dim=1)
         last = torch.cat([_last(model, part) for part in mixed.split(batch)], dim=-2)
-        y, smallest = last.double(), torch.finfo(last.dtype).eps
+        y = last.double()
         square = (y - y.mean(dim=-2, keepdim=True)).square().sum(dim=-1).mean(dim=-1)
-        rounding = (ROUNDING * smallest) ** 2 * y.square().sum(dim=-1).mean(dim=-1)
+        rounding = _rounding(last.dtype) ** 2 * y.square().sum(dim=-1).mean(dim=-1)
         found.append(torch.stack([square, rounding], dim=-1))
     return torch.stack(found).mean(dim=0).sqrt()
 
@@ -226,7 +305,7 @@ class PositionReadout:
     chance: float
 
 
-def position_decodability(states: Tensor, *, folds: int = 5, ridge: float = 1e-3) -> PositionReadout:
+def position_decodability(states: ArrayLike | Tensor, *, folds: int = 5, ridge: float = 1e-3) -> PositionReadout:
     """Return how well positions are read off hidden states by a linear readout, cross-validated.
 
         position(x) = argmax_p  m_pᵀ S⁻¹ x − ½ m_pᵀ S⁻¹ m_p,    S = within + ridge · (tr total / width) · I
@@ -301,7 +380,7 @@ class SliceSimilarity:
 
 
 def slice_similarity(
-    states: Tensor, *, debiased: bool = False, tolerance: float = 1e-5, block: int = 64
+    states: ArrayLike | Tensor, *, debiased: bool = False, tolerance: float = 1e-5, block: int = 64
 ) -> SliceSimilarity:
     """Return the similarity of every pair of layers and locations, over samples.
 
@@ -312,7 +391,8 @@ def slice_similarity(
     of K at a time.
 
     Plain CKA of unrelated X and Y is far above 0 unless there are many more samples than units; `debiased` replaces
-    each product by Song et al.'s unbiased estimate (of the independence criterion), which may then be negative.
+    each product by Song et al.'s unbiased estimate (of the independence criterion), which may then be negative. The
+    study `addition` debiases.
 
     A unit that does not vary at a location is left out there; a location where no unit varies, such as that of a fixed
     token before layer 1, has similarity NaN.
@@ -393,7 +473,7 @@ class OwnLocation:
     margin: Float[Tensor, "*seed layer layer"]
 
 
-def own_location(similarity: Tensor) -> OwnLocation:
+def own_location(similarity: ArrayLike | Tensor) -> OwnLocation:
     """Return how often, and by how much, a location is most similar to itself at another layer.
 
         margin_i = S[a, b, i, i] − max_{j ≠ i} S[a, b, i, j],    share = mean over i of 1(margin_i > 0)
@@ -409,15 +489,16 @@ def own_location(similarity: Tensor) -> OwnLocation:
     >>> own_location(torch.tensor([[[[0.9, 0.2], [0.5, 0.4]]]])).share
     tensor([[0.5000]])
     """
-    if similarity.ndim < 4 or similarity.shape[-1] != similarity.shape[-2] or similarity.shape[-1] < 2:
-        got = f"shape {tuple(similarity.shape)}"
+    given = _floating("similarity", similarity, "pass what `slice_similarity` returns")
+    if given.ndim < 4 or given.shape[-1] != given.shape[-2] or given.shape[-1] < 2:
+        got = f"shape {tuple(given.shape)}"
         raise InputError("similarity", "[*seed, layer, layer, position, position]", got, "give at least 2 positions")
-    own = similarity.diagonal(dim1=-2, dim2=-1)
-    same = torch.eye(similarity.shape[-1], dtype=torch.bool, device=similarity.device)
-    others = similarity.masked_fill(same, -torch.inf)
+    own = given.diagonal(dim1=-2, dim2=-1)
+    same = torch.eye(given.shape[-1], dtype=torch.bool, device=given.device)
+    others = given.masked_fill(same, -torch.inf)
     margin = own - others.masked_fill(others.isnan(), -torch.inf).amax(dim=-1)
     margin = margin.masked_fill(margin.isinf(), torch.nan)  # a location without another to compare with
-    above = (margin > 0).to(similarity.dtype).masked_fill(margin.isnan(), torch.nan)
+    above = (margin > 0).to(given.dtype).masked_fill(margin.isnan(), torch.nan)
     return OwnLocation(above.nanmean(dim=-1), margin.nanmean(dim=-1))
 
 
@@ -436,15 +517,16 @@ class Adjacency:
     cosine: Float[Tensor, "*lead distance"]
 
 
-def adjacency(states: Tensor, *, nulls: int = 100, generator: torch.Generator | None = None) -> Adjacency:
+def adjacency(states: ArrayLike | Tensor, *, nulls: int = 100, generator: torch.Generator | None = None) -> Adjacency:
     """Return how much more similar hidden vectors of neighbouring positions are than others, after arXiv 2501.00073.
 
         score = P[cos(h_i, h_j) > cos(h_i, h_k)] + ½ P[equal],    |i − j| = 1 < |i − k|
 
-    over samples and all such i, j, k. A causal model without positional encoding has a score above ½ from its first
-    layer on, even with random weights: neighbours average over nearly the same tokens. For the null the positions are
-    put in random orders, each for all samples at once, so that what is left is the luck of a fixed order; its mean
-    is ½.
+    over samples and all such i, j, k. In a causal model without positional encoding neighbours average over nearly the
+    same tokens. Its score is therefore above ½ from the first layer on, even with random weights, where embeddings are
+    small beside what attention adds, as with GPT-2's; it is near ½ where they are not (`docs/deviations.md`, 23). For
+    the null the positions are put in random orders, each for all samples at once, so that what is left is the luck of
+    a fixed order; its mean is ½.
 
     Args:
         states: [*lead, sample, position, width], at least 3 positions.
@@ -485,14 +567,21 @@ def _neighbours(cosine: Float[Tensor, "*lead sample position position"]) -> Floa
     return wins / (far[:-1].sum() + far[1:].sum())
 
 
-def _states(states: Tensor, *, axes: int, positions: int = 2) -> Tensor:
+def _states(states: ArrayLike | Tensor, *, axes: int, positions: int = 2) -> Tensor:
     """Return hidden states without their graph, checked to have the axes that a probe needs."""
     names = ["layer", "sample", "position", "width"][-axes:]
-    if not states.is_floating_point():
-        raise InputError("states", "of a floating-point type", states.dtype, "pass activations")
-    if states.ndim < axes or math.prod(states.shape) == 0 or states.shape[-2] < positions:
+    given = _floating("states", states, "pass activations")
+    if given.ndim < axes or math.prod(given.shape) == 0 or given.shape[-2] < positions:
         expected = f"[*lead, {', '.join(names)}], non-empty, with at least {positions} positions"
-        raise InputError("states", expected, f"shape {tuple(states.shape)}", "give each position's hidden vector")
-    if not states.isfinite().all():
+        raise InputError("states", expected, f"shape {tuple(given.shape)}", "give each position's hidden vector")
+    if not given.isfinite().all():
         raise InputError("states", "finite", "NaN or infinity", "leave out the seeds that diverged")
-    return states.detach()
+    return given.detach()
+
+
+def _floating(name: str, value: Any, remedy: str) -> Tensor:
+    expected = "numbers of a floating-point type"
+    given = _tensor(name, value, expected, remedy)
+    if not given.is_floating_point():
+        raise InputError(name, expected, given.dtype, f"{remedy}, or convert whole numbers to float")
+    return given

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,20 @@ from matplotlib.figure import Figure
 
 from joma.arguments import InputError, scalar, whole
 from joma.data.text import corpus
-from joma.progress import Task
+from joma.progress import SILENT, Progress, Task
 from joma.report.figure import band, canvas, letters, measured
-from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most
 from joma.watch.loading import quiet, transformers
 from joma.watch.probing import Probed, probe
 from joma.watch.recorder import same_random_numbers
 from joma.watch.series import Checkpoints, Store
 
 OWN = "tiny GPT-NeoX"
-PYTHIA = tuple(f"EleutherAI/pythia-{size}" for size in ("70m", "160m", "410m"))
+SUITE = "EleutherAI/pythia-"
+PYTHIA = tuple(f"{SUITE}{size}" for size in ("70m", "160m", "410m"))
 OPT = tuple(f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b"))
-STEPS = (0, *(2**k for k in range(10)), 1000, 2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000, 143_000)
+STEPS = (0, *(2**k for k in range(10)), 1000, 2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000, 143_000)  # Pythia's
+MEASURES = ("entropy", "stable_rank", "embedding_cosine", "embedding_random", "hidden_cosine")
 SHOWN = 4  # layers that are drawn, evenly spaced
 
 
@@ -39,8 +43,8 @@ class Config:
 
     models: tuple[str, ...] = ()
     """Repositories or folders of checkpoints; none: train a tiny GPT-NeoX by bytes of the corpus."""
-    revisions: tuple[str, ...] = tuple(f"step{step}" for step in STEPS)
-    """Of each series; none: all."""
+    revisions: tuple[str, ...] | None = None
+    """Of each series; empty: all. If not given, a few of the hub's Pythia, and all of any other."""
     corpus: str = "python-reference"
     layers: int = 3
     heads: int = 4
@@ -58,15 +62,33 @@ def run(config: Config, context: Context) -> xr.Dataset:
     with _folder(context) as folder:
         store = Store(folder / "measures")
         if config.models:
-            found = [_probed(name, config, store, context).expand_dims(model=[name]) for name in config.models]
-            return xr.concat(found, "model", join="outer", data_vars="all").expand_dims(seed=list(context.seeds[:1]))
+            found = [_probed(name, _series(name, config), store, context.progress) for name in config.models]
+            together = _joined(found, "model").assign_coords(model=list(config.models))
+            return together.expand_dims(seed=list(context.seeds[:1]))
         _checked(config)
         with context.progress.task(f"train a {OWN}", total=config.steps * len(context.seeds)) as work:
             for seed in context.seeds:
                 trained(config, seed, folder / f"seed{seed}", work)
-        found = [_indexed(probe(Checkpoints(folder / f"seed{seed}"), store=store)) for seed in context.seeds]
-    together = xr.concat(found, "seed", join="outer", data_vars="all").assign_coords(seed=list(context.seeds))
-    return together.expand_dims(model=[OWN])
+        names = [f"seed{seed}" for seed in context.seeds]
+        found = [_probed(name, Checkpoints(folder / name), store, SILENT) for name in names]
+    return _joined(found, "seed").assign_coords(seed=list(context.seeds)).expand_dims(model=[OWN])
+
+
+def _probed(name: str, series: Checkpoints, store: Store, progress: Progress) -> xr.Dataset:
+    """Probe one series. Its faults are kept as an attribute; those that cost a measure are said at once."""
+    found = probe(series, store=store, progress=progress)
+    for fault in found.audit.faults:
+        if fault.grave:
+            warnings.warn(f"{name}: {fault}", stacklevel=3)
+    faults = [{"series": name, **asdict(fault)} for fault in found.audit.faults]
+    return _indexed(found).assign_attrs(faults=json.dumps(faults, ensure_ascii=False))
+
+
+def _joined(found: Sequence[xr.Dataset], dim: str) -> xr.Dataset:
+    """All series along a new axis, their faults in one list."""
+    faults = [fault for one in found for fault in json.loads(one.attrs["faults"])]
+    together = xr.concat(found, dim, join="outer", data_vars="all", combine_attrs="drop")
+    return together.assign_attrs(faults=json.dumps(faults, ensure_ascii=False))
 
 
 @contextmanager
@@ -79,25 +101,29 @@ def _folder(context: Context) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _probed(name: str, config: Config, store: Store, context: Context) -> xr.Dataset:
+def _series(name: str, config: Config) -> Checkpoints:
+    revisions = config.revisions
+    if revisions is None and name.startswith(SUITE) and not Path(name).is_dir():
+        revisions = tuple(f"step{step}" for step in STEPS)
     series = Checkpoints(name)
-    if config.revisions and len(series) > 1:
-        series = Checkpoints(name, revisions=config.revisions)
-    return _indexed(probe(series, store=store, progress=context.progress))
+    return Checkpoints(name, revisions=revisions) if revisions and len(series) > 1 else series
 
 
 def _indexed(found: Probed) -> xr.Dataset:
     """Layers and matrices by their number, as models name them differently; and how many checkpoints were left out."""
-    data = found.data.drop_vars(["layer", "weight", "checkpoint"], errors="ignore").rename(weight="matrix")
-    if "entropy" not in data:
-        fault = next(fault for fault in found.audit.faults if fault.kind in ("not run", "not measured"))
-        raise InputError("models", "with attention to measure", fault.said, fault.remedy)
+    data, faults = found.data, found.audit.faults
+    absent = [name for name in MEASURES if name not in data]
+    if absent:
+        known = (fault.said for fault in faults if fault.kind in ("not run", "not measured"))
+        got = next(known, None) if "entropy" in absent else None
+        got = got or f"{data.attrs['source']} without {', '.join(absent)}"
+        raise InputError("models", "with all that is drawn", got, "leave it out, and see it with `joma probe`")
+    data = data.drop_vars(["layer", "weight", "checkpoint"], errors="ignore").rename(weight="matrix")
     if "bounce_depth" not in data:
         data = data.assign(bounce_depth=("layer", np.full(data.sizes["layer"], np.nan)))
         data = data.assign(bounce_recovery=data.bounce_depth, bounce_p_value=data.bounce_depth)
-    keep = ["entropy", "stable_rank", "embedding_cosine", "embedding_random", "hidden_cosine"]
-    keep += ["bounce_depth", "bounce_recovery", "bounce_p_value"]
-    data = data[keep].assign_coords({dim: np.arange(data.sizes[dim]) for dim in ("layer", "head", "matrix", "depth")})
+    data = data[[*MEASURES, "bounce_depth", "bounce_recovery", "bounce_p_value"]]
+    data = data.assign_coords({dim: np.arange(data.sizes[dim]) for dim in ("layer", "head", "matrix", "depth")})
     return data.assign(left_out=len(found.audit.left_out)).drop_attrs()
 
 
@@ -199,6 +225,8 @@ def _saver(config: Config, folder: Path, work: Task) -> Any:
 
 def over_models(values: xr.DataArray) -> xr.DataArray:
     """The mean over the models that have it, per seed."""
+    if not bool(values.notnull().any()):
+        raise Absent("no series is long enough")
     return values.mean("model")
 
 
@@ -333,7 +361,7 @@ STUDY = Study(
         "names. It is trained too briefly to decide whether entropy bounces (it still falls when the run ends). Its "
         "step0 and step1 are the same, as Pythia's are: the rate warms up from zero."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(Config(), seeds=3, seconds=40),
         "paper": Preset(Config(models=(*PYTHIA, *OPT)), seeds=1, seconds=3600),

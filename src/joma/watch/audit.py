@@ -42,11 +42,11 @@ class Audit:
     @property
     def incomplete(self) -> bool:
         """Whether anything was left out or could not be measured; identical neighbours alone are no such thing."""
-        return any(fault.left_out or fault.kind != "identical" for fault in self.faults)
+        return any(fault.grave for fault in self.faults)
 
 
 def audit(series: Checkpoints, *, store: Store | None = None, progress: Progress = SILENT) -> Audit:
-    """Look for unreadable, foreign, identical and misplaced checkpoints in `series`.
+    """Look for unreadable, foreign, identical and misplaced checkpoints in `series`, and for weights that diverged.
 
     The whole series in reverse, or one too short (fewer than four), cannot be told by distances alone.
 
@@ -74,6 +74,7 @@ def audit(series: Checkpoints, *, store: Store | None = None, progress: Progress
             faults.append(Fault.told("unreadable", checkpoint.name, found))
         else:
             sketches[checkpoint.name] = Sketch.unpacked(found)
+    faults += [fault for name, sketch in sketches.items() for fault in _diverged(name, sketch)]
     faults += _foreign(sketches)
     out = {name for fault in faults for name in fault.left_out}
     sound = {name: sketch for name, sketch in sketches.items() if name not in out}
@@ -121,7 +122,8 @@ def sketch(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
             start = _number(name) % max(1, size - RUN + 1)
             run = weights.part(name, start, min(size, start + RUN)).double().numpy()
             file[name], digest[name] = place, hashlib.sha256(run.tobytes()).hexdigest()[:16]
-            values[name] = run.astype(np.float32)
+            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is told
+                values[name] = run.astype(np.float32)
     shapes = {name: list(checkpoint.shape(name)) for name in checkpoint.names()}
     return Sketch(shapes, file, digest, values).packed()
 
@@ -132,6 +134,15 @@ def _number(name: str) -> int:
 
 
 SKETCH = Measure("audit", 1, sketch, {"tensors": TENSORS, "run": RUN})
+
+
+def _diverged(name: str, sketch: Sketch) -> Iterator[Fault]:
+    """The fault of a checkpoint with weights that are no numbers: it is at no distance from the others."""
+    found = [tensor for tensor, run in sketch.values.items() if not np.isfinite(run).all()]
+    if found:
+        said = f"{name} has weights that are NaN or infinite ({_listed(found)})"
+        remedy = "download it again; if it stays so, training had diverged by then"
+        yield Fault("not finite", (name,), said, remedy, (name,))
 
 
 def _foreign(sketches: Mapping[str, Sketch]) -> Iterator[Fault]:
@@ -176,7 +187,9 @@ def _misnamed(sketches: Mapping[str, Sketch], tensors: Sequence[str], file: str)
         kept, dropped = _true_run(cluster, between, [i for i in range(len(names)) if digests.count(digests[i]) == 1])
         listed = tuple(names[i] for i in cluster)
         said = f"{part}{_listed(listed)} are the same in every value sampled"
-        remedy = "as it should be before the first update, as where the rate warms up from 0; else download them again"
+        remedy = "download them again, unless training stood still there"
+        if cluster[0] == 0:
+            remedy = "as it should be before the first update, as where the rate warms up from 0; else download again"
         if dropped:
             said += f"; they fit {names[kept[0]]} best"
             remedy = "download them again, and tell whoever published them if it stays so"
@@ -250,26 +263,23 @@ def misplaced(between: Float[np.ndarray, "n n"]) -> list[tuple[int, int | None, 
     """Points that would fit elsewhere at less than 1/`FARTHER` of the detour, with the stations of that gap.
 
     The one whose move shortens the path most is taken out first and the others are judged without it, since a wrong
-    point makes a gap that its neighbours seem to fit.
+    point makes a gap that its neighbours seem to fit. Stations are among those that are left in the end.
     """
     path, found = list(range(len(between))), []
     while len(path) >= ENOUGH:
-        savings, gaps = zip(*(_judged(i, path, between) for i in path), strict=True)
+        savings = [_saving(i, path, between) for i in path]
         worst = int(np.argmax(savings))
         if savings[worst] <= 0:
             break
-        rest = path[:worst] + path[worst + 1 :]
-        gap = gaps[worst]
-        found.append((path[worst], rest[gap - 1] if gap else None, rest[gap] if gap < len(rest) else None))
-        path = rest
-    return sorted(found)
+        found.append(path.pop(worst))
+    gaps = {own: int(np.argmin(detours(between[own], path, between))) for own in sorted(found)}
+    return [(own, path[gap - 1] if gap else None, path[gap] if gap < len(path) else None) for own, gap in gaps.items()]
 
 
-def _judged(own: int, path: Sequence[int], between: Float[np.ndarray, "n n"]) -> tuple[float, int]:
-    """By how much the least detour is shorter than the own one, 0 where that is no fault; and the gap of the least."""
+def _saving(own: int, path: Sequence[int], between: Float[np.ndarray, "n n"]) -> float:
+    """By how much the least detour is shorter than the own one, 0 where that is no fault."""
     place = path.index(own)
     costs = detours(between[own], [*path[:place], *path[place + 1 :]], between)
     noise = 1e-6 * between.max()  # rounding, where a point lies on the path exactly
-    best = int(np.argmin(costs))
-    faulty = costs[place] + noise > FARTHER * (costs[best] + noise)
-    return float(costs[place] - costs[best]) if faulty else 0.0, best
+    faulty = costs[place] + noise > FARTHER * (costs.min() + noise)
+    return float(costs[place] - costs.min()) if faulty else 0.0

@@ -111,7 +111,7 @@ def encode(text: str, folder: Path, name: str, *, length: int, count: int) -> In
         raise Unreadable(name, "a model with its tokenizer", got, f"add its tokenizer's files {ONLY_WEIGHTS}")
     longest = min(length, getattr(config, "max_position_embeddings", None) or length, len(ids))
     rows = min(count * length, len(ids)) // longest
-    return torch.tensor(ids[: rows * longest]).reshape(rows, longest)
+    return torch.tensor(ids[: rows * longest], device="cpu").reshape(rows, longest)
 
 
 def _tokens(text: str, folder: Path, name: str) -> list[int]:

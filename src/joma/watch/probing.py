@@ -112,11 +112,11 @@ def weights(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """
     lower = [name for name in checkpoint.names() if re.search(LOWER, name) and len(checkpoint.shape(name)) == 2]
     lower.sort(key=_natural)
-    ranks = [float(stable_rank(checkpoint.tensor(name, torch.float32))) for name in lower]
+    ranks = [float(stable_rank(_finite(checkpoint, name, checkpoint.tensor(name, torch.float32)))) for name in lower]
     found = {"weight": _words(lower), "stable_rank": np.array(ranks)} if lower else {}
     embeddings = [name for name in checkpoint.names() if EMBEDDING.search(name) and len(checkpoint.shape(name)) == 2]
     if embeddings:
-        cosines = cosine_orthogonality(_rows(checkpoint, embeddings[0]))
+        cosines = cosine_orthogonality(_finite(checkpoint, embeddings[0], _rows(checkpoint, embeddings[0])))
         found["embedding_cosine"] = cosines.root_mean_square.numpy()
         found["embedding_random"] = cosines.random.numpy()
     if not lower and not embeddings:
@@ -126,7 +126,15 @@ def weights(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     return found
 
 
-WEIGHTS = Measure("weights", 2, weights, {"runs": RUNS, "rows": ROWS})
+def _finite(checkpoint: Checkpoint, name: str, values: Float[Tensor, "row column"]) -> Float[Tensor, "row column"]:
+    """The values, unless some are no numbers: the audit has looked at a few of them only."""
+    if not bool(values.isfinite().all()):
+        remedy = "download it again; if it stays so, training had diverged by then"
+        raise Unreadable(checkpoint.name, "weights that are finite", f"NaN or infinities in {name}", remedy)
+    return values
+
+
+WEIGHTS = Measure("weights", 3, weights, {"runs": RUNS, "rows": ROWS})
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -160,6 +168,7 @@ def running(checkpoint: Checkpoint, tokens: Int[Tensor, "sequence position"]) ->
     """
     with quiet():
         model = load(checkpoint.folder(), checkpoint.name)
+    tokens = tokens.to(next((own.device for own in model.parameters()), tokens.device))
     given = {"input_ids": tokens, "output_hidden_states": True}
     if getattr(model.config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = tokens

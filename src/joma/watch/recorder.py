@@ -6,13 +6,15 @@ The callbacks of `joma.watch.hf` and `joma.watch.lightning` are this recorder, c
 from __future__ import annotations
 
 import inspect
+import math
 import random
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Number
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,16 +23,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, scalar, whole
+from joma.probes.blocks import PRECISIONS
 from joma.probes.rank import stable_rank
 from joma.runs import provenance, write_trajectory
-from joma.watch.sdpa import QUANTITIES, attention
+from joma.watch.sdpa import QUANTITIES, attention, checked_model, checked_rows
 
 STACKED = 2**24  # numbers that are copied at once to measure weights of one shape together
 LOWER = (  # the lower layer of an MLP: GPT-NeoX, OPT, torch, Llama, Phi, GPT-2, BERT and ViT, OLMo, DistilBERT, T5
     r"(?:^|\.)(dense_h_to_4h|fc1|linear1|up_proj|gate_proj|gate_up_proj|c_fc|intermediate\.dense|ff_proj|lin1|wi|wi_[01]"
     r"|w1)\.weight$"
 )
-Policy = Collection[int] | Callable[[int], bool]
+Policy = int | Collection[int] | Callable[[int], bool]
 
 
 class EntropyCollapse(UserWarning):
@@ -69,8 +72,8 @@ class Recorder:
     Args:
         model: any module that `joma.watch.attention` can watch.
         batch: a tensor, a tuple or list of positional or a mapping of keyword arguments; moved to the model's device.
-        at: the steps to probe at, from `joma.schedule`, or a function of the step; by default 0, 8, 16, 32 … 512
-            and every 1,000. A step that was jumped over is made good at the next call.
+        at: the steps to probe at, from `joma.schedule`; or a number, for every so many; or a function of the step. By
+            default 0, 8, 16, 32 … 512 and every 1,000. A step that was jumped over is made good at the next call.
         forward: how to run `model` on `batch`, if not `model(batch)`, `model(*batch)` or `model(**batch)`.
         ranks: stable ranks of the lower layers of the MLPs, known by their usual names, or where none bears one of all
             matrices but embeddings (True); of the matrices whose name matches a regular expression; or none (False).
@@ -107,13 +110,13 @@ class Recorder:
         rank_floor: float = 1.1,
         patience: int = 3,
     ) -> None:
-        self.model, self.batch, self.rows, self.precision = model, batch, rows, precision
-        self.forward = forward or call
-        self.weights = _chosen(model, ranks)
-        self.floor = scalar("floor", floor)
-        self.rank_floor = scalar("rank_floor", rank_floor)
-        self.patience = whole("patience", patience)
-        self._due = at if callable(at) else doubling if at is None else frozenset(at).__contains__
+        self.model, self.batch, self.precision = checked_model(model), batch, precision
+        CHECKS["precision"](precision)
+        self.rows, self.forward = CHECKS["rows"](rows), forward or call
+        self.weights = _chosen(model, CHECKS["ranks"](ranks))
+        self.floor, self.rank_floor = CHECKS["floor"](floor), CHECKS["rank_floor"](rank_floor)
+        self.patience = CHECKS["patience"](patience)
+        self._due = CHECKS["at"](at)
         self._probes: list[Probe] = []
         self._steps: list[int] = []
         self._called: int | None = None
@@ -166,6 +169,8 @@ class Recorder:
         self.batch = _moved(self.batch, device)
         with _evaluation(self.model), attention(self.model, precision=self.precision, rows=self.rows) as seen:
             self.forward(self.model, self.batch)
+        if seen.longest == 0 and seen.refused is not None:
+            raise seen.refused
         if seen.longest < 2:
             remedy = "give a batch of longer sequences"
             raise InputError("batch", "texts of at least two tokens", f"{seen.longest}", remedy)
@@ -190,8 +195,9 @@ class Recorder:
         """The mean and the least over the heads of each layer, and each stable rank; the trajectory has all heads."""
         flat: dict[str, float] = {}
         for layer, heads in zip(found.layers, found.values[0], strict=True):
-            flat[f"attention_entropy/{layer}"] = float(np.nanmean(heads))
-            flat[f"attention_entropy_min/{layer}"] = float(np.nanmin(heads))
+            known = heads[~np.isnan(heads)]  # none where the model has diverged
+            flat[f"attention_entropy/{layer}"] = float(known.mean()) if known.size else math.nan
+            flat[f"attention_entropy_min/{layer}"] = float(known.min()) if known.size else math.nan
         return flat | {f"stable_rank/{name}": rank for name, rank in zip(self.weights, found.ranks, strict=True)}
 
     def _stays_low(self, key: tuple[str, ...], low: bool) -> bool:
@@ -222,10 +228,48 @@ class Probing:
         return self.recorder
 
 
+def _policy(at: Any) -> Callable[[int], bool]:
+    """Whether a step is due."""
+    if at is None:
+        return doubling
+    if callable(at):
+        return cast(Callable[[int], bool], at)
+    if isinstance(at, Number):
+        every = whole("at", at)
+        return lambda step: step % every == 0
+    if not isinstance(at, Iterable):
+        got = type(at).__name__
+        raise InputError("at", "steps, a whole number or a function", got, "write at=100 for every 100 steps")
+    return frozenset(whole("at", step, low=0) for step in at).__contains__
+
+
+def _pattern(ranks: Any) -> bool | str:
+    """What says of which weights the stable rank is taken."""
+    try:
+        return ranks if isinstance(ranks, bool) else re.compile(ranks).pattern
+    except (TypeError, re.error) as cause:
+        got = f"{ranks!r} ({cause})"
+        raise InputError("ranks", "True, False or a regular expression", got, "mend it") from None
+
+
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "at": _policy,
+    "ranks": _pattern,
+    "rows": checked_rows,
+    "precision": lambda value: choice("precision", value, PRECISIONS),
+    "floor": lambda value: scalar("floor", value),
+    "rank_floor": lambda value: scalar("rank_floor", value),
+    "patience": lambda value: whole("patience", value),
+}
+
+
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return `options`, all of them a `Recorder`'s, or name the one that is not: before training, not in its midst."""
     known = {name: name for name in inspect.signature(Recorder).parameters if name not in ("model", "batch")}
-    return {choice("options", name, known): value for name, value in options.items()}
+    for name, value in options.items():
+        choice("options", name, known)
+        CHECKS.get(name, lambda _: None)(value)
+    return options
 
 
 def call(model: nn.Module, batch: Any) -> object:

@@ -43,7 +43,10 @@ _local = threading.local()
 
 
 class AttentionSwitched(UserWarning):
-    """Inside the context the model runs another kernel than outside: equal to rounding, not to the bit."""
+    """Inside the context the model runs another kernel than outside: equal to rounding, not to the bit.
+
+    But for padded rows of `nn.TransformerEncoder`: its fast path leaves them at 0, and without it they are computed.
+    """
 
 
 def _mean(values: Float[Tensor, "quantity layer batch head query"]) -> Float[Tensor, "quantity layer head"]:
@@ -68,12 +71,14 @@ class Recording:
     Attributes:
         rows: as given to `attention`; may be set anew between forward passes.
         longest: the number of keys in the longest attention seen.
+        refused: why a call was not recorded, the first if several; None if all were.
     """
 
     def __init__(self, model: nn.Module, *, precision: str, reduce: str, rows: Tensor | None) -> None:
         choice("precision", precision, PRECISIONS)
-        self.precision, self.rows = precision, rows
+        self.precision, self.rows = precision, checked_rows(rows)
         self.longest = 0
+        self.refused: InputError | None = None
         self._reduce, self._dims = choice("reduce", reduce, REDUCTIONS)
         self._model = type(model).__name__
         self._passes: list[dict[str, Tensor]] = []
@@ -113,6 +118,8 @@ class Recording:
         """The same without labels: the names of the layers, and both quantities in one array."""
         self._settle()
         passes = [each for each in self._passes if each]
+        if not passes and self.refused is not None:
+            raise self.refused
         if not passes:
             raise InputError("model", "called inside the context", "no forward pass", "call `model(...)` inside it")
         layers = list(dict.fromkeys(layer for each in passes for layer in each))
@@ -153,6 +160,12 @@ class Recording:
         """Whether a module of the model is under way."""
         return bool(self._calling) and self._own()
 
+    def _refuse(self, problem: InputError) -> None:
+        """The call goes on as it is, and it is said once that it was not recorded."""
+        if self.refused is None:
+            self.refused = problem
+            warnings.warn(f"attention that cannot be measured is not recorded: {problem}", stacklevel=6)
+
     def _record(self, entropy: Float[Tensor, "batch head query"], keys: int) -> None:
         self.longest = max(self.longest, keys)
         name = self._calling[-1] or self._model
@@ -180,11 +193,30 @@ class Recording:
 
     def _rows(self, entropy: Float[Tensor, "batch head query"]) -> Bool[Tensor, "batch query"]:
         shape = (entropy.shape[0], entropy.shape[2])
-        if self.rows is None or self.rows.shape != shape:
-            got = None if self.rows is None else tuple(self.rows.shape)
+        rows = checked_rows(self.rows)
+        if rows is None or rows.shape != shape:
+            got = None if rows is None else tuple(rows.shape)
             remedy = "give one value for each query of each sequence, or choose rows yourself with reduce='none'"
             raise InputError("rows", f"of shape {shape}, as the attention seen", got, remedy)
-        return self.rows.to(device=entropy.device, dtype=torch.bool)
+        return rows.to(device=entropy.device, dtype=torch.bool)
+
+
+def checked_rows(rows: Any) -> Tensor | None:
+    """Return the rows that count, if they are given as a tensor."""
+    if rows is None or isinstance(rows, Tensor):
+        return rows
+    raise InputError("rows", "a boolean tensor [batch, query]", type(rows).__name__, "pass the `attention_mask`")
+
+
+def checked_model(model: Any) -> nn.Module:
+    """Return the model, if its calls of attention can be seen."""
+    if not isinstance(model, nn.Module):
+        got = f"{type(model).__name__} {model!r}" if isinstance(model, str) else type(model).__name__
+        raise InputError("model", "a `torch.nn.Module`", got, "load it first, or use `joma probe` for a name")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        remedy = "watch the module that was scripted or traced: TorchScript calls attention out of sight"
+        raise InputError("model", "free of TorchScript", type(model).__name__, remedy)
+    return model
 
 
 @contextmanager
@@ -196,9 +228,11 @@ def attention(
     Works on any module that calls `scaled_dot_product_attention`: Hugging Face models, `nn.MultiheadAttention`,
     `nn.TransformerEncoder`, your own. No L x L matrix is made; the model's outputs are the same bits. Three things are
     switched for as long as the context lasts, which is said once and moves outputs by rounding: the fused fast path
-    of `nn.MultiheadAttention` and `nn.TransformerEncoder` (off), Hugging Face models with another attention (to
-    SDPA), and compiled models (run eagerly). Dropout of attention weights is left out of the entropy. What a backward
-    pass computes again (gradient checkpointing) is not recorded twice. Nothing waits for the device until `.dataset()`.
+    of `nn.MultiheadAttention` and `nn.TransformerEncoder` (off; padded rows, which it leaves at 0, are then computed),
+    Hugging Face models with another attention (to SDPA), and compiled models (run eagerly). A call that cannot be
+    measured (nested tensors, vmap) goes on as it is, and that is said once. Dropout of attention weights is left out of
+    the entropy. What a backward pass computes again (gradient checkpointing) is not recorded twice. Nothing waits for
+    the device until `.dataset()`.
 
     Args:
         model: the module to watch, and to call.
@@ -218,6 +252,7 @@ def attention(
     >>> seen.entropy.sel(layer="self_attn").values
     array([[1.6094..., 1.6094...]])
     """
+    checked_model(model)
     recording = Recording(model, precision=precision, reduce=reduce, rows=rows)
     modules = dict(model.named_modules())
     with ExitStack() as stack:
@@ -228,7 +263,7 @@ def attention(
         stack.enter_context(_intercepted(recording))
         yield recording
     recording._settle()
-    if recording._passes and not any(recording._passes):
+    if recording._passes and not any(recording._passes) and recording.refused is None:
         raise InputError("model", "one that calls scaled-dot-product attention", f"{recording._model}, none", _REMEDY)
 
 
@@ -306,11 +341,17 @@ class _Interceptor(TorchFunctionMode):
             return
         with _without_autocast(query.device.type):
             for precision in {recording.precision: None for recording in calling}:
-                entropy = attention_entropy(query, key, causal=causal, mask=mask, precision=precision, **more)
-                heads = entropy.shape[-2] if entropy.ndim > 2 else 1  # further leading axes are batch
-                for recording in calling:
-                    if recording.precision == precision:
-                        recording._record(entropy.reshape(-1, heads, entropy.shape[-1]), key.shape[-2])
+                own = [recording for recording in calling if recording.precision == precision]
+                try:
+                    entropy = attention_entropy(query, key, causal=causal, mask=mask, precision=precision, **more)
+                except InputError as problem:  # what torch cannot do either it says itself
+                    for recording in own:
+                        recording._refuse(problem)
+                    continue
+                entropy = entropy if entropy.ndim > 2 else entropy.unsqueeze(-2)  # one head
+                entropy = (entropy if entropy.ndim > 2 else entropy[None]).flatten(0, -3)  # further axes are batch
+                for recording in own:
+                    recording._record(entropy, key.shape[-2])
 
 
 def _without_autocast(device: str) -> Any:
@@ -340,7 +381,8 @@ def _no_fast_path(modules: Collection[nn.Module]) -> Iterator[None]:
     """The fused inference kernels of torch's own Transformer modules never call SDPA."""
     before = torch.backends.mha.get_fastpath_enabled()
     if before and any(isinstance(module, nn.MultiheadAttention) and not module.training for module in modules):
-        _say_once("fast path", "the fused fast path of `nn.MultiheadAttention` is off while attention is watched")
+        said = "the fused fast path of `nn.MultiheadAttention` is off while attention is watched"
+        _say_once("fast path", said, " but for padded rows, which it may leave at 0,")
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
@@ -402,9 +444,8 @@ def _switch(module: Any, name: str) -> None:
         raise InputError("model", "one whose attention can be switched to SDPA", got, remedy)
 
 
-def _say_once(key: str, message: str) -> None:
+def _say_once(key: str, message: str, but: str = "") -> None:
     if key not in _said:
         _said.add(key)
-        warnings.warn(
-            f"{message}; outputs are equal to rounding, and as before afterwards.", AttentionSwitched, stacklevel=5
-        )
+        message = f"{message}; outputs are equal to rounding{but or ','} and as before afterwards."
+        warnings.warn(message, AttentionSwitched, stacklevel=5)

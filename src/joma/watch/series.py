@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from joma.arguments import InputError
-from joma.files import write_whole
+from joma.files import storage_error, write_whole
 from joma.progress import SILENT, Progress
 from joma.watch.tensors import Bytes, Entry, Meter, Unreadable, Weights, local_bytes, weight_files
 
@@ -59,6 +59,14 @@ class Fault:
         """The fault of one checkpoint that bad input stands for; its message ends with the remedy."""
         said, remedy = str(problem).rstrip(".").rsplit("; ", 1)
         return cls(kind, (name,), said, remedy, (name,))
+
+    @property
+    def grave(self) -> bool:
+        """Whether anything was left out or could not be measured; identical neighbours alone are no such thing."""
+        return bool(self.left_out) or self.kind != "identical"
+
+    def __str__(self) -> str:
+        return f"{self.said}; {self.remedy}."
 
 
 class Checkpoint:
@@ -148,7 +156,7 @@ class Checkpoints(Sequence[Checkpoint]):
         source: a folder, or a repository of the hub such as "EleutherAI/pythia-70m".
         pattern: a regular expression for the whole name, with a group `step`, or a name in `PATTERNS`;
             by default all of those are tried.
-        revisions: the names to take, instead of all that match; unknown ones are listed in `faults`.
+        revisions: the name or names to take, instead of all that match; unknown ones are listed in `faults`.
         endpoint: another hub than huggingface.co (or than HF_ENDPOINT).
 
     >>> import tempfile, torch
@@ -166,9 +174,12 @@ class Checkpoints(Sequence[Checkpoint]):
         source: str | Path,
         *,
         pattern: str | None = None,
-        revisions: Sequence[str] | None = None,
+        revisions: str | Sequence[str] | None = None,
         endpoint: str | None = None,
     ) -> None:
+        if not str(source).strip():  # a path without a name would be the current folder
+            raise InputError("source", "a folder or a repository", "no name", "write `.` for the current folder")
+        revisions = [revisions] if isinstance(revisions, str) else revisions
         self.source, self.meter, self.faults = str(source), Meter(), ()
         self._place: Folders | Hub = Folders(Path(source)) if Path(source).is_dir() else Hub(str(source), endpoint)
         matches = _compiled(pattern)
@@ -438,10 +449,13 @@ class Store:
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
+        file = self._file(checkpoint, measure)
         try:
-            return load(self._file(checkpoint, measure).read_bytes())
+            return load(file.read_bytes())
         except (FileNotFoundError, SafetensorError):
             return None
+        except OSError as cause:  # a file where the folder should be, or one that may not be read
+            raise storage_error(file, cause) from None
 
     def put(self, checkpoint: Checkpoint, measure: Measure, values: Mapping[str, np.ndarray]) -> None:
         """Keep what was measured."""

@@ -119,7 +119,7 @@ class Weights(ABC):
         shape, count = self.shape(name), math.prod(self.shape(name))
         if dtype is None or dtype == self.dtype(name):
             return self.part(name, 0, count).reshape(shape)
-        found = torch.empty(count, dtype=dtype)
+        found = torch.empty(count, dtype=dtype, device="cpu")
         for start in range(0, count, BLOCK):
             stop = min(count, start + BLOCK)
             found[start:stop] = self.part(name, start, stop)
@@ -148,9 +148,13 @@ class SafetensorsFile(Weights):
         try:
             header = json.loads(text)
             header.pop("__metadata__", None)
-            ends = [self._checked(entry) for entry in header.values()]
+            other = {entry["dtype"]: name for name, entry in header.items() if entry["dtype"] not in DTYPES}
+            ends = [] if other else [self._checked(entry) for entry in header.values()]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise self._unreadable("a header that is no table of tensors") from None
+        for dtype, name in other.items():
+            remedy = "convert it to one of them, or leave it out"
+            raise Unreadable(source.name, f"of tensors in {', '.join(DTYPES)}", f"{dtype} for {name}", remedy)
         self.origin = 8 + length
         whole = self.origin + max(ends, default=0)
         if source.size < whole:
@@ -185,7 +189,7 @@ class SafetensorsFile(Weights):
     def part(self, name: str, start: int, stop: int) -> Tensor:
         dtype = self.dtype(name)
         if start == stop:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         first = self.origin + self.header[name]["data_offsets"][0]
         found = self._read(first + start * dtype.itemsize, first + stop * dtype.itemsize)
         return torch.frombuffer(found, dtype=dtype)
