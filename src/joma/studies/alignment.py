@@ -20,7 +20,7 @@ from joma.data.combinations import Collapsed, Combinations, CombinationTree, min
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.alignment import latent_alignment, mean_alignment
 from joma.report.figure import MARKERS, band, canvas, letters, marker
-from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, between
+from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, above, between
 from joma.train import Optimiser
 
 PUBLISHED = {0: (0.94, 1.00), 1: (0.55, 0.81)}  # by latent layer s
@@ -264,7 +264,7 @@ CLAIMS = (
             f"learned-s{layer}",
             f"Training aligns hidden units with the latents s = {layer}: gain over the untrained network, all cells.",
             partial(learned, layer=layer),
-            at_least(0.0),
+            above(0.0),
         )
         for layer in (0, 1)
     ),
@@ -274,7 +274,7 @@ CLAIMS = (
             f"{'The activation' if arm == 'linear' else 'Training attention'} matters: alignment of s = {layer}, gain "
             f"over {ARM_NAMES[arm]}.",
             partial(gain, over=arm, layer=layer),
-            at_least(0.0),
+            above(0.0),
             across="mean",
         )
         for arm, layer in product(("frozen", "uniform", "linear"), (0, 1))

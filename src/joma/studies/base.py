@@ -67,6 +67,15 @@ def at_least(low: float) -> Expected:
     return Expected(low, math.inf, f"≥ {low:g}")
 
 
+def above(low: float) -> Expected:
+    """The measured value must be greater than `low`.
+
+    >>> 0.0 in above(0.0), 1e-300 in above(0.0), above(0.0).text
+    (False, True, '> 0')
+    """
+    return Expected(math.nextafter(low, math.inf), math.inf, f"> {low:g}")
+
+
 def between(low: float, high: float) -> Expected:
     """The measured value must lie in [low, high].
 

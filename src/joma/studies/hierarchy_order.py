@@ -22,7 +22,7 @@ from joma.arguments import InputError, real, whole
 from joma.data.trees import HBLT
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.report.figure import band, canvas, letters, measured, theory
-from joma.studies.base import Claim, Context, Drawing, Expected, Preset, Study, at_least, at_most
+from joma.studies.base import Claim, Context, Drawing, Preset, Study, above, at_least, at_most
 from joma.theory import hierarchy
 from joma.train import Optimiser
 
@@ -34,7 +34,6 @@ LEVELS = len(DEEP)  # heights 1 to 3 and, as height 4, the root
 LAYERS = 3
 SIBLINGS, COUSINS = 1, 2  # heights in the deep tree; the shallow tree's lowest latents join both kinds directly
 DOUBLED = math.log(2)
-POSITIVE = Expected(math.ulp(0.0), math.inf, "> 0")
 # In the short run cousins end below the doubling of their odds: in which layer they are associated is not decided yet.
 
 
@@ -345,7 +344,7 @@ def order_claims(layers: int) -> tuple[Claim, ...]:
             f"Theorem 5, {words}: the more often two tokens occur together, the earlier their odds of attention "
             "double: rank correlation over pairs, positive in every seed.",
             lambda run: order(run, layers),
-            POSITIVE,
+            above(0.0),
         ),
         Claim(
             f"order-{layers}-mean",
@@ -374,14 +373,14 @@ def order_claims(layers: int) -> tuple[Claim, ...]:
             f"Theorem 5, {words}: the average gain over training falls height by height up to the root: least fall "
             "from one height to the next, in nats.",
             lambda run: fall(run, layers),
-            POSITIVE,
+            above(0.0),
         ),
         Claim(
             f"high-{layers}",
             f"Slides, {words}: what a high latent joins is learned too, only later: the last gain of pairs of height "
             f"{LEVELS - 1}, in nats.",
             lambda run: high_gain(run, layers),
-            POSITIVE,
+            above(0.0),
         ),
     )
 
@@ -414,27 +413,27 @@ CLAIMS = (
         "Slides: they are associated in a higher layer than the tokens which that latent joins: distance of the gains' "
         "centres, in layers.",
         above_siblings,
-        POSITIVE,
+        above(0.0),
     ),
     Claim(
         "higher",
         "Slides: they are associated in a higher layer than in the shallow tree of the same ρ: distance of the gains' "
         "centres, in layers.",
         lambda run: higher(run, "shallow"),
-        POSITIVE,
+        above(0.0),
     ),
     Claim(
         "higher-matched",
         "The intermediate latent itself lifts them: a higher layer than in the shallow tree of equal co-occurrence.",
         lambda run: higher(run, "matched"),
-        POSITIVE,
+        above(0.0),
     ),
     Claim(
         "higher-beyond-root",
         "It is so by another measure too: higher than in the shallow tree of the same ρ, by the centres of what pairs "
         "gain beyond those that only the root joins.",
         lambda run: higher(run, "shallow", where_beyond_root),
-        POSITIVE,
+        above(0.0),
     ),
 )
 
