@@ -1,6 +1,5 @@
 """`python -m joma` is `joma`."""
 
-import os
 import sys
 
 
@@ -13,9 +12,6 @@ def run() -> int:
     except KeyboardInterrupt:
         sys.stderr.write("joma: interrupted before anything was begun.\n")
         return 130
-    except BrokenPipeError:  # the reader of a long help, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -169,11 +168,13 @@ class Probe:
 
         Folders of one name in different places have different ones, and so have different choices.
         """
+        from joma.files import short_hash
+
         place = Path(self.model).resolve()
-        name = f"{place.name}-{_short(str(place))}" if place.is_dir() else self.model.replace("/", "--")
+        name = f"{place.name}-{short_hash(str(place), 6)}" if place.is_dir() else self.model.replace("/", "--")
         chosen = (self.revisions, self.pattern, text)
         kept = self.out / name
-        return kept, kept if chosen == ((), None, None) else kept / f"of-{_short(repr(chosen))}"
+        return kept, kept if chosen == ((), None, None) else kept / f"of-{short_hash(repr(chosen), 6)}"
 
 
 @dataclass(frozen=True)
@@ -251,11 +252,6 @@ def _words(hint: Any, value: str) -> list[str]:
     return [value.capitalize()] if bool in kinds and value.lower() in {"true", "false"} else [value]
 
 
-def _short(text: str) -> str:
-    """A few letters that tell texts apart."""
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
-
-
 def chosen_device(name: str) -> str:
     """`auto` is cuda where there is one; asking for a device that is not there is bad input."""
     import torch
@@ -280,24 +276,18 @@ def complain(line: str) -> None:
 
 def main(args: list[str] | None = None) -> int:
     """Parse, run, and turn what happened into an exit code."""
-    command = tyro.cli(
-        Command,
-        args=args,
-        prog="joma",
-        description="A laboratory for how Transformers learn.",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    from joma.arguments import InputError
-    from joma.files import StorageError
-
     try:
+        command = tyro.cli(
+            Command,
+            args=args,
+            prog="joma",
+            description="A laboratory for how Transformers learn.",
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
             code = command()
         sys.stdout.flush()
-    except (InputError, StorageError) as problem:
-        complain(str(problem))
-        return BAD_INPUT
     except KeyboardInterrupt:
         complain("interrupted; finished runs are kept, the same command goes on from there.")
         return INTERRUPTED
@@ -305,7 +295,17 @@ def main(args: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as problem:
-        traceback.print_exc()
-        complain(f"internal error ({type(problem).__name__}): please report it with the lines above.")
-        return INTERNAL
+        return _failed(problem)
     return code
+
+
+def _failed(problem: Exception) -> int:
+    from joma.arguments import InputError  # after parsing: help needs none of it
+    from joma.files import StorageError
+
+    if isinstance(problem, (InputError, StorageError)):
+        complain(str(problem))
+        return BAD_INPUT
+    traceback.print_exception(problem)
+    complain(f"internal error ({type(problem).__name__}): please report it with the lines above.")
+    return INTERNAL

@@ -100,6 +100,11 @@ def read_json(path: Path) -> Any:
         raise StorageError(f"{path} is no valid JSON ({cause}); delete its folder to run it again.") from None
 
 
+def short_hash(text: str, letters: int) -> str:
+    """The first letters of a text's SHA-256, in hexadecimal: a name that tells texts apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:letters]
+
+
 def checksum(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import shutil
@@ -21,7 +20,7 @@ from typing import Any
 import xarray as xr
 
 from joma.arguments import InputError
-from joma.files import StorageError, checksum, lock, read_json, write_json, write_whole
+from joma.files import StorageError, checksum, lock, read_json, short_hash, write_json, write_whole
 
 TRAJECTORY = "trajectory.nc"
 PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib")
@@ -51,7 +50,7 @@ class Run:
     def path(self) -> Path:
         """`OUT/<study>/<hash>`."""
         text = json.dumps(self.identity, sort_keys=True)
-        return self.out / self.study / hashlib.sha256(text.encode()).hexdigest()[:12]
+        return self.out / self.study / short_hash(text, 12)
 
     @contextmanager
     def hold(self) -> Iterator[None]:

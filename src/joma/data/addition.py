@@ -20,6 +20,7 @@ from torch import Tensor
 
 from joma.arguments import InputError, real, whole
 from joma.noise import uniform
+from joma.tensors import as_tensor
 
 CHARACTERS = "0123456789+="  # a character's place is its token number: a digit is its own
 PLUS, EQUALS = CHARACTERS.index("+"), CHARACTERS.index("=")
@@ -288,10 +289,7 @@ def _independent(
 def _numbers(name: str, value: ArrayLike | Tensor, axes: str) -> Int[Tensor, "*axes"]:
     """Return whole numbers in int64, in which sums of up to 18 digits do not overflow."""
     expected, remedy = f"whole numbers {axes}", "give whole numbers, in rows of one length"
-    try:
-        given = torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value)  # torch warns of read-only
-    except (TypeError, ValueError, RuntimeError) as cause:
-        raise InputError(name, expected, f"a {type(value).__name__} ({cause})", remedy) from None
+    given = as_tensor(name, value, expected=expected, remedy=remedy)
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise InputError(name, expected, f"{given.dtype} of shape {tuple(given.shape)}", remedy)
     return given.long()

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from joma.arguments import InputError, real, whole
+from joma.tensors import as_tensor
 
 ENUMERATED = 6  # up to so many earlier tokens all permutations are tried, at most 720
 ELEMENTS = 2**24  # of logits asked for at once, unless one sequence has more
@@ -107,22 +107,13 @@ def permutation_gap(
     return PermutationGap(relative.amax(dim=-1), relative.mean(dim=-1), spread, orders.shape[1])
 
 
-def _tensor(name: str, value: Any, expected: str, remedy: str) -> Tensor:
-    """Return numbers as a tensor, or say that they are none."""
-    try:
-        return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value)  # torch warns of read-only
-    except (TypeError, ValueError, RuntimeError) as cause:
-        got = f"a {type(value).__name__} ({str(cause).splitlines()[0]})"
-        raise InputError(name, expected, got, remedy) from None
-
-
 def _sequences(tokens: Any) -> Int[Tensor, "sample position"]:
     """Return tokens, or the `input_ids` of a tokenizer's answer, checked to be sequences of one length."""
     expected, remedy = "whole numbers [sample, position]", "give a tokenizer's numbers, in rows of one length"
     answer = tokens if isinstance(tokens, Mapping) else {"input_ids": tokens}
     if "input_ids" not in answer:
         raise InputError("tokens", expected, f"a {type(tokens).__name__} without `input_ids`", remedy)
-    given = _tensor("tokens", answer["input_ids"], expected, remedy)
+    given = as_tensor("tokens", answer["input_ids"], expected=expected, remedy=remedy)
     given = given[None] if given.ndim == 1 else given
     if given.ndim == 2 and (given.shape[0] < 1 or given.shape[1] < 2):
         remedy = "give longer sequences, as there is nothing to permute before the last token"
@@ -130,7 +121,7 @@ def _sequences(tokens: Any) -> Int[Tensor, "sample position"]:
     if given.ndim != 2 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise InputError("tokens", expected, f"{given.dtype} of shape {tuple(given.shape)}", "give token numbers")
     mask = answer.get("attention_mask")
-    if mask is not None and not _tensor("tokens", mask, expected, remedy).all():
+    if mask is not None and not as_tensor("tokens", mask, expected=expected, remedy=remedy).all():
         raise InputError("tokens", "without padding", "an attention mask with zeros", "give sequences of one length")
     return given.long()
 
@@ -581,7 +572,7 @@ def _states(states: ArrayLike | Tensor, *, axes: int, positions: int = 2) -> Ten
 
 def _floating(name: str, value: Any, remedy: str) -> Tensor:
     expected = "numbers of a floating-point type"
-    given = _tensor(name, value, expected, remedy)
+    given = as_tensor(name, value, expected=expected, remedy=remedy)
     if not given.is_floating_point():
         raise InputError(name, expected, given.dtype, f"{remedy}, or convert whole numbers to float")
     return given

@@ -95,10 +95,15 @@ def measured(
     if not (isinstance(y, xr.DataArray) and "seed" in y.dims):
         axes.plot(np.asarray(x), np.asarray(y), **look)
         return
+    mean, spread = bars(y)
+    axes.errorbar(np.asarray(x), mean, yerr=spread, elinewidth=0.9, capsize=2, **look)
+
+
+def bars(y: xr.DataArray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean over `seed`, and how far the least and the greatest seed lie below and above it, [2, ...]."""
     mean = y.mean("seed")
     spread = np.stack([np.asarray(mean - y.min("seed")), np.asarray(y.max("seed") - mean)])
-    spread = np.maximum(spread, 0.0)  # the mean of equal numbers may round past them
-    axes.errorbar(np.asarray(x), np.asarray(mean), yerr=spread, elinewidth=0.9, capsize=2, **look)
+    return np.asarray(mean), np.maximum(spread, 0.0)  # the mean of equal numbers may round past them
 
 
 def band(axes: Axes, x: ArrayLike, y: xr.DataArray, index: int = 0, label: str | None = None) -> None:

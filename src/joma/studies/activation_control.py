@@ -17,7 +17,7 @@ from joma.arguments import InputError, choice, whole
 from joma.models.block import ACTIVATIONS
 from joma.report.figure import band, canvas, letters, measured
 from joma.studies import language
-from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least
+from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, only
 from joma.studies.language import LEAST, SURE, bounces, mark_least
 
 LINEAR = "linear"
@@ -52,9 +52,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 def of(run: xr.Dataset, name: str, activation: str) -> xr.DataArray:
     """A measure with one activation, per seed; `Absent` where it was not trained."""
-    if activation not in run.activation.values:
-        raise Absent
-    return run[name].sel(activation=activation)
+    return only(run[name], activation=activation)
 
 
 def beyond(run: xr.Dataset) -> xr.DataArray:

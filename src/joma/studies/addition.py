@@ -20,7 +20,7 @@ from joma.models.transformer import CHOICES, Decoder
 from joma.probes.symmetry import own_location, position_decodability, slice_similarity
 from joma.report.figure import band, canvas, letters, measured
 from joma.studies import sums
-from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, near
+from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, near, only
 from joma.studies.sums import BASE, EVERY, FOLDS, REMOVED
 
 KINDS = ("cka", "correlation")
@@ -150,16 +150,9 @@ def final(run: xr.Dataset, name: str) -> xr.DataArray:
     return _accuracy(run, name).isel(step=-1)
 
 
-def _arm(values: xr.DataArray, name: str) -> xr.DataArray:
-    """The values of an arm; `Absent` where it was not trained."""
-    if name not in values.arm.values:
-        raise Absent(name)
-    return values.sel(arm=name, drop=True)
-
-
 def _accuracy(run: xr.Dataset, name: str) -> xr.DataArray:
     """The accuracy of an arm; a seed that was lost knows nothing."""
-    return _arm(run.accuracy.fillna(0.0), name)
+    return only(run.accuracy.fillna(0.0), arm=name)
 
 
 def beyond(run: xr.Dataset, name: str) -> xr.DataArray:
@@ -186,7 +179,7 @@ def slower_in_one(run: xr.Dataset) -> xr.DataArray:
 def own_share(run: xr.Dataset, name: str, kind: str) -> xr.DataArray:
     """The share of locations that are most similar to themselves, mean over pairs of levels a < b, by step."""
     upper = xr.DataArray(np.triu(np.ones((run.sizes["level"],) * 2, bool), 1), dims=("level", "higher"))
-    return _arm(run.own, name).sel(kind=kind).where(upper).mean(("level", "higher"))
+    return only(run.own, arm=name).sel(kind=kind).where(upper).mean(("level", "higher"))
 
 
 def removed(run: xr.Dataset) -> list[str]:
@@ -206,7 +199,7 @@ def keeps_place(run: xr.Dataset, kind: str) -> xr.DataArray:
 
 def gained(run: xr.Dataset, name: str) -> xr.DataArray:
     """How much better positions are read off the best layer than off the embeddings, at the end."""
-    read = _arm(run.decodability, name).isel(step=-1)
+    read = only(run.decodability, arm=name).isel(step=-1)
     return read.isel(level=slice(1, None)).max("level", skipna=False) - read.isel(level=0)
 
 
@@ -346,7 +339,7 @@ CLAIMS = (
     Claim(
         "pilot-learned-soon",
         "The same, by step 1,500: the first recorded step at 99 %.",
-        lambda run: _arm(run.steps_to_99.fillna(np.inf), "learned causal"),
+        lambda run: only(run.steps_to_99.fillna(np.inf), arm="learned causal"),
         at_most(1500),
         presets=("paper",),
     ),
@@ -426,7 +419,7 @@ def draw_slices(run: xr.Dataset) -> Figure:
     image = None
     for row, name in zip(axes, arms, strict=True):
         for panel, (kind, step) in zip(row, columns, strict=True):
-            shown = _arm(run.similarity, name).sel(kind=kind, step=step).mean("seed")
+            shown = only(run.similarity, arm=name).sel(kind=kind, step=step).mean("seed")
             image = panel.imshow(shown, cmap="cividis", vmin=0, vmax=1)
             _mark_places(panel, digits_of(run))
         row[0].set_ylabel(_label(name, "\n"))
@@ -455,7 +448,7 @@ def draw_positions(run: xr.Dataset) -> Figure:
     for panel, name in zip(axes[0], arms, strict=True):
         for level in range(run.sizes["level"]):
             label = "embeddings" if level == 0 else f"layer {level - 1}"
-            band(panel, run.step + 1, _arm(run.decodability, name).isel(level=level), level, label)
+            band(panel, run.step + 1, only(run.decodability, arm=name).isel(level=level), level, label)
         panel.axhline(float(run.chance), color="grey", linewidth=0.9, label="chance")
         panel.set(xscale="log", xlabel="step + 1", title=_label(name, " "))
     axes[0, 0].set(ylabel="position read off", ylim=(0, 1.03))

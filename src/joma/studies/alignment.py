@@ -19,8 +19,8 @@ from joma.arguments import InputError, whole
 from joma.data.combinations import Collapsed, Combinations, CombinationTree, minibatch_counts
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.alignment import latent_alignment, mean_alignment
-from joma.report.figure import MARKERS, band, canvas, letters, marker
-from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, above, between
+from joma.report.figure import MARKERS, band, bars, canvas, letters, marker
+from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, above, between, only
 from joma.train import Optimiser
 
 PUBLISHED = {0: (0.94, 1.00), 1: (0.55, 0.81)}  # by latent layer s
@@ -214,9 +214,7 @@ def _chance(config: Config, context: Context) -> xr.DataArray:
 
 def at_end(run: xr.Dataset, arm: str, name: str, layer: int) -> xr.DataArray:
     """Alignment of latent layer s with the hidden units of layer s after training, per seed."""
-    if name not in run.cell.values:
-        raise Absent(name)
-    return run.alignment.isel(step=-1, latent_layer=layer, layer=layer).sel(arm=arm, cell=name)
+    return only(run.alignment.isel(step=-1, latent_layer=layer, layer=layer), arm=arm, cell=name)
 
 
 def gain(run: xr.Dataset, over: str, layer: int) -> xr.DataArray:
@@ -293,9 +291,7 @@ def draw_table(run: xr.Dataset) -> Figure:
         rows = {ARM_NAMES[arm]: end.isel(latent_layer=layer, layer=layer).sel(arm=arm) for arm in run.arm.values}
         rows |= {"untrained": start.isel(latent_layer=layer, layer=layer), "Gaussian units": run.chance[..., layer]}
         for index, (name, values) in enumerate(rows.items()):
-            mean = values.mean("seed")
-            spread = np.stack([mean - values.min("seed"), values.max("seed") - mean])
-            spread = np.maximum(spread, 0.0)  # the mean of equal numbers may round past them
+            mean, spread = bars(values)
             offset = 0.12 * (index - (len(rows) - 1) / 2)
             panel.errorbar(mean, places + offset, xerr=spread, label=name, capsize=2, **marker(index % len(MARKERS)))
         panel.set(xlabel="alignment", title=f"Latents s = {layer}, hidden units of layer {layer}", xlim=(0.2, 1.05))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import xarray as xr
@@ -29,12 +29,25 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
 
+Values = TypeVar("Values", xr.Dataset, xr.DataArray)
 SPARE = 300.0  # seconds between saves on CUDA, which redoes many steps sooner than it saves one
 Verdict = Literal["holds", "does not hold", "not tested at this preset"]
 
 
 class Absent(Exception):
     """A run has not what a claim is about: an arm that was left out, a size that was not trained."""
+
+
+def only(values: Values, **labels: Any) -> Values:
+    """Select by label; `Absent` where the run has no such label.
+
+    >>> only(xr.DataArray([1.0, 2.0], {"depth": [1, 5]}, ("depth",)), depth=5).item()
+    2.0
+    """
+    for dim, label in labels.items():
+        if label not in values[dim].values:
+            raise Absent(f"{dim} {label}")
+    return values.sel(labels, drop=True)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from joma.arguments import InputError, whole
 from joma.report.figure import band, canvas, letters, marker
 from joma.studies import language
-from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, only
 from joma.train.optimiser import Schedule
 
 ARMS = {
@@ -100,16 +100,9 @@ def _trained(
     return found[[*KEPT]]
 
 
-def _of(run: xr.Dataset, depth: int) -> xr.Dataset:
-    """One depth of a run; `Absent` where it was not trained."""
-    if depth not in run.depth.values:
-        raise Absent
-    return run.sel(depth=depth)
-
-
 def loss_gap(run: xr.Dataset, depth: int, arm: str = "held") -> xr.DataArray:
     """Validation loss at the end, an arm's less the free run's from the same start, per seed."""
-    end = _of(run, depth).valid_loss.isel(step=-1)
+    end = only(run, depth=depth).valid_loss.isel(step=-1)
     return end.sel(arm=arm) - end.sel(arm="free")
 
 
@@ -128,7 +121,7 @@ def bound(values: xr.DataArray, side: int) -> float:
 
 def recovery(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
     """Entropy at the end less entropy at the step from which the held arm is held, mean over layers, per seed."""
-    own = _of(run, depth).isel(layer=slice(depth))
+    own = only(run, depth=depth).isel(layer=slice(depth))
     curve = own.entropy.sel(arm=arm).mean("head")
     then = curve.sel(step=own.hold.astype(int))
     return (curve.isel(step=-1) - then).mean("layer")
@@ -147,7 +140,7 @@ def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
         Claim(f"bounce-{depth}",
               f"The free run of {layers} falls and bounces back: how often noise alone rises as clearly, 1 unless "
               f"entropy, mean over layers, falls by {language.LEAST:.0%} of its start and comes back from there.",
-              lambda run: language.chance(_of(run, depth).entropy.sel(arm="free")), at_most(0.05), presets=presets),
+              lambda run: language.chance(only(run.entropy, depth=depth, arm="free")), at_most(0.05), presets=presets),
         Claim(f"loss-{depth}", said, lambda run: bound(loss_gap(run, depth), side), expected, presets=presets, seeds=2),
         Claim(f"prevented-{depth}",
               f"Holding W_Q and W_K of {layers} prevents most of the recovery of entropy: what is left of it.",

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from joma.arguments import InputError, whole
 from joma.report.figure import COLOURS, LINES, band, canvas, letters
 from joma.studies import language
-from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, near
+from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, near, only
 
 BEST = {1: 5.356, 2: 5.255, 5: 5.167, 10: 5.109}  # published: least validation loss by layers, mean of 3 seeds
 WIKITEXT2 = {"types": 28_782, "tokens": 2_049_990}  # of the training text, by torchtext's rules
@@ -65,13 +65,6 @@ def published() -> xr.Dataset:
     return xr.Dataset(found, coords).assign(valid_loss=lambda own: own.valid_loss.isel(layer=0))
 
 
-def _of(run: xr.Dataset, depth: int) -> xr.Dataset:
-    """One depth of a run; `Absent` where it was not trained."""
-    if depth not in run.depth.values:
-        raise Absent
-    return run.sel(depth=depth)
-
-
 def on_wikitext(run: xr.Dataset) -> bool:
     """Whether the text is WikiText-2, as words: by the numbers of its types and of its tokens."""
     return all(int(run.attrs.get(name, 0)) == count for name, count in WIKITEXT2.items())
@@ -81,7 +74,7 @@ def _published(run: xr.Dataset, depth: int) -> xr.Dataset:
     """One depth of a run on WikiText-2; `Absent` on any other text, of which nothing was published."""
     if not on_wikitext(run):
         raise Absent
-    return _of(run, depth)
+    return only(run, depth=depth)
 
 
 def first_layer(run: xr.Dataset) -> xr.DataArray:
@@ -157,7 +150,7 @@ CLAIMS = (
         "bounce",
         "One layer: entropy falls and bounces back; how often noise on a curve that never rises would look so, 1 "
         f"unless it falls by {language.LEAST:.0%} of its start and comes back from there.",
-        lambda run: language.chance(_of(run, 1).entropy.isel(layer=[0])),
+        lambda run: language.chance(only(run, depth=1).entropy.isel(layer=[0])),
         at_most(0.01),
     ),
     Claim(

@@ -23,6 +23,7 @@ from joma.arguments import InputError
 from joma.progress import SILENT, Progress
 from joma.watch.series import Checkpoint, Checkpoints, Fault, Measure, Store
 
+DIVERGED = "download it again; if it stays so, training had diverged by then"
 TENSORS, RUN = 32, 512  # tensors of a checkpoint that are sampled, and values of each
 FARTHER = 2.0  # a detour this many times the least one is a fault: true series stay at 1
 ENOUGH = 4  # checkpoints below which the order cannot be judged
@@ -141,8 +142,7 @@ def _diverged(name: str, sketch: Sketch) -> Iterator[Fault]:
     found = [tensor for tensor, run in sketch.values.items() if not np.isfinite(run).all()]
     if found:
         said = f"{name} has weights that are NaN or infinite ({_listed(found)})"
-        remedy = "download it again; if it stays so, training had diverged by then"
-        yield Fault("not finite", (name,), said, remedy, (name,))
+        yield Fault("not finite", (name,), said, DIVERGED, (name,))
 
 
 def _foreign(sketches: Mapping[str, Sketch]) -> Iterator[Fault]:

@@ -26,7 +26,7 @@ from joma.probes.bounce import measure_bounce
 from joma.probes.orthogonality import cosine_orthogonality
 from joma.probes.rank import stable_rank
 from joma.progress import SILENT, Progress
-from joma.watch.audit import Audit, audit
+from joma.watch.audit import DIVERGED, Audit, audit
 from joma.watch.loading import ONLY_WEIGHTS, default_text, encode, load, quiet
 from joma.watch.recorder import LOWER
 from joma.watch.sdpa import attention
@@ -129,8 +129,7 @@ def weights(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 def _finite(checkpoint: Checkpoint, name: str, values: Float[Tensor, "row column"]) -> Float[Tensor, "row column"]:
     """The values, unless some are no numbers: the audit has looked at a few of them only."""
     if not bool(values.isfinite().all()):
-        remedy = "download it again; if it stays so, training had diverged by then"
-        raise Unreadable(checkpoint.name, "weights that are finite", f"NaN or infinities in {name}", remedy)
+        raise Unreadable(checkpoint.name, "weights that are finite", f"NaN or infinities in {name}", DIVERGED)
     return values
 
 

@@ -1,0 +1,27 @@
+"""Numbers that a user gives, as tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from joma.arguments import InputError
+
+
+def as_tensor(name: str, value: Any, *, expected: str, remedy: str) -> Tensor:
+    """Return a tensor, an array or nested lists as a tensor, or say that they are none.
+
+    >>> as_tensor("pairs", [[1, 2]], expected="pairs", remedy="give some")
+    tensor([[1, 2]])
+    >>> as_tensor("pairs", [[1, 2], [3]], expected="pairs", remedy="give some")
+    Traceback (most recent call last):
+    joma.arguments.InputError: `pairs` must be pairs, got a list (expected sequence of length 2 at dim 1 (got 1)); ...
+    """
+    try:
+        return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value)  # torch warns of read-only
+    except (TypeError, ValueError, RuntimeError) as cause:
+        got = f"a {type(value).__name__} ({str(cause).splitlines()[0]})"
+        raise InputError(name, expected, got, remedy) from None
