@@ -55,9 +55,11 @@ def test_halved_weights_train_as_whole_ones(monkeypatch, compiled):
     halved = trained(precision="bf16", compiled=compiled, gradients=False)
     assert "layers.0.lower.weight" in names
     exact = trained(precision="highest", compiled=False)
+    early = slice(0, 10)  # a step moves either by 0.05 and more; later on rounding has parted any two runs
     for name in ("loss", "norm"):
-        assert float(abs(whole[name] - halved[name]).max()) < 2e-2
-        assert float(abs(exact[name] - halved[name]).max()) < 5e-2
+        assert float(abs(whole[name] - halved[name]).sel(step=early).max()) < 5e-3
+        assert float(abs(exact[name] - halved[name]).sel(step=early).max()) < 2e-2
+    assert bool((halved.loss.isel(step=-1) < 0.8 * halved.loss.isel(step=0)).all())
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
