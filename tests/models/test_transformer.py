@@ -469,6 +469,23 @@ def test_encoder_start_is_that_of_torch_encoder_layer():
     assert not model.head.bias.any()
 
 
+@pytest.mark.parametrize("init", ["linear", "encoder", "small"])
+def test_layers_that_start_alike_are_copies_of_the_first_and_nothing_else_starts_otherwise(init):
+    own, other = (
+        Decoder(dataclasses.replace(WIKITEXT, layers=3, init=init, alike=alike), generators=streams(0, 1))
+        for alike in (True, False)
+    )
+    first = dict(own.layers[0].named_parameters())
+    for layer, apart in zip(own.layers[1:], other.layers[1:], strict=True):
+        for name, value in layer.named_parameters():
+            assert torch.equal(value, first[name])
+            assert value.data_ptr() != first[name].data_ptr()
+        assert not torch.equal(apart.lower.weight, first["lower.weight"])
+    rest = {name: value for name, value in other.named_parameters() if not name.startswith(("layers.1", "layers.2"))}
+    for name, value in rest.items():
+        assert torch.equal(value, own.get_parameter(name))
+
+
 def assert_alike(model, theirs):
     for name, linear in theirs.items():
         mine = model.get_submodule(name)
@@ -721,7 +738,7 @@ def test_values_are_never_looked_at_off_the_cpu():
 @pytest.mark.parametrize("tokens", [[[[11]], [[0]]], [[[0]], [[-1]]]])
 def test_where_values_are_not_looked_at_a_strange_token_still_reads_no_other_seed(tokens):
     with pytest.raises(IndexError):
-        make(WIKITEXT)._embed(torch.tensor(tokens))
+        Decoder._embed(torch.tensor(tokens), make(WIKITEXT).embedding)
 
 
 # ---- bad input ----

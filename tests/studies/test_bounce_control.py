@@ -62,7 +62,7 @@ def test_held_is_free_until_the_minimum_and_stays_there():
 
 
 def test_the_arms_of_a_run(trajectory):
-    assert trajectory.arm.values.tolist() == ["free", "held", "frozen"]
+    assert trajectory.arm.values.tolist() == ["free", "held", "steady", "frozen"]
     assert trajectory.depth.values.tolist() == [1, 2]
     free = trajectory.sel(arm="free")
     for depth in (1, 2):
@@ -149,14 +149,48 @@ def test_recovery_is_from_each_layers_own_minimum(trajectory):
     np.testing.assert_allclose(recovery(made, 2, "free"), expected)
 
 
-def test_it_is_drawn_without_the_third_arm_too(trajectory):
-    for run_ in (trajectory, trajectory.sel(arm=["free", "held"])):
-        for drawing in STUDY.figures.values():
-            assert drawing.draw(run_).axes
+@pytest.mark.parametrize("arms", [["held"], ["steady"], ["frozen", "steady"], []])
+def test_it_is_drawn_and_judged_with_the_arms_that_there_are(trajectory, arms):
+    own = trajectory.sel(arm=["free", *arms])
+    for drawing in STUDY.figures.values():
+        assert drawing.draw(own).axes
+    found = {claim.name: claim.judge(own, "quick")["verdict"] for claim in CLAIMS}
+    left_out = {name for name, verdict in found.items() if verdict == "not tested at this preset"}
+    needs = {"loss": "held", "prevented": "held", "steady": "steady"}
+    missing = {f"{name}-{depth}" for name, arm in needs.items() for depth in (1, 2) if arm not in arms}
+    assert left_out == {"bounce-5", "loss-5", "steady-5", "prevented-5"} | missing
+
+
+def test_attention_that_is_held_keeps_its_entropy_and_is_free_before(trajectory):
+    for depth in (1, 2):
+        own = trajectory.sel(depth=depth).isel(layer=slice(depth))
+        mean = own.entropy.sel(arm="free").mean(("layer", "head"))
+        np.testing.assert_array_equal(own.turn, mean.idxmin("step"))
+        for seed in CONTEXT.seeds:
+            turn = int(own.turn.sel(seed=seed))
+            for name in ("loss", "valid_loss", "entropy"):
+                pair = own[name].sel(seed=seed, step=slice(0, turn))
+                np.testing.assert_array_equal(pair.sel(arm="steady"), pair.sel(arm="free"))
+            after = own.entropy.sel(seed=seed, arm="steady", step=slice(turn, None))
+            np.testing.assert_array_equal(after, after.isel(step=0).broadcast_like(after))
+            if turn < SMALL.steps:
+                late = own.sel(seed=seed).isel(step=-1)
+                assert float(late.valid_loss.sel(arm="steady")) != float(late.valid_loss.sel(arm="free"))
+    assert bool((trajectory.turn < SMALL.steps).any())
 
 
 @pytest.mark.parametrize(
-    "change", [{"depths": ()}, {"depths": (0,)}, {"depths": (2, 2)}, {"steps": 0}, {"every": 0}, {"batch": 10**6}]
+    "change",
+    [
+        {"arms": ("free",)},
+        {"arms": ("held", "held")},
+        {"depths": ()},
+        {"depths": (0,)},
+        {"depths": (2, 2)},
+        {"steps": 0},
+        {"every": 0},
+        {"batch": 10**6},
+    ],
 )
 def test_bad_config(change):
     with pytest.raises(InputError):

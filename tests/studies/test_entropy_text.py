@@ -9,7 +9,7 @@ import xarray as xr
 from joma.arguments import InputError
 from joma.data.text import corpus
 from joma.studies.base import Context
-from joma.studies.entropy_text import BEST, CLAIMS, STUDY, WIKITEXT2, Config, published, run
+from joma.studies.entropy_text import BEST, CLAIMS, STUDY, WIKITEXT2, Config, distance, published, run
 
 SMALL = Config(width=8, hidden=8, length=8, batch=4, columns=3, steps=6, every=2, rate=1e-2, glance=60, depths=(1, 2))
 
@@ -63,6 +63,13 @@ def test_a_rise_before_a_fall_is_no_bounce(theirs):
     assert verdicts(turned, "quick")["bounce"] == "does not hold"
 
 
+def test_one_layer_off_its_published_curve_is_seen_at_its_depth_alone(theirs):
+    off = 0.6 * ((theirs.depth == 5) & (theirs.layer == 2))
+    found = verdicts(theirs.assign(entropy=theirs.entropy + off), "paper")
+    assert of_verdict(found, "does not hold") == {"curve-5"}
+    assert float(distance(theirs.assign(entropy=theirs.entropy + off), 5).mean()) == pytest.approx(0.12)
+
+
 def test_a_deeper_model_that_learns_less_is_seen(theirs):
     worse = theirs.assign(valid_loss=theirs.valid_loss + 0.2 * (theirs.depth == 5))
     assert verdicts(worse, "paper")["deeper"] == "does not hold"
@@ -77,7 +84,7 @@ def test_a_depth_that_was_not_trained_is_not_judged(theirs):
     assert of_verdict(one, "holds") == {"loss-1", "fall", "recovery", "bounce", "curve"}
     assert of_verdict(one, "does not hold") == set()
     two = verdicts(theirs.sel(depth=[2]), "paper")
-    assert of_verdict(two, "holds") == {"loss-2"}
+    assert of_verdict(two, "holds") == {"loss-2", "curve-2"}
     assert of_verdict(two, "does not hold") == set()
 
 

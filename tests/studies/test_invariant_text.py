@@ -37,7 +37,7 @@ def attend(model, tokens):
     """Return the attention weights of the second position and what enters and leaves the attention block."""
     layer, kept, asks = model.layers[0], {"attention": []}, Asks((2,), 0)
     with torch.no_grad():
-        x, _ = model.entrance(model._embed(tokens), model.positions, None)
+        x, _ = model.entrance(model._embed(tokens, model.embedding), model.positions, None)
         y = x + layer.attention(x, model._reach(x, None, asks), asks=asks, noise=None, kept=kept)
     return kept["attention"][0][:, :, 0, 1], y[:, :, 1]
 

@@ -82,12 +82,16 @@ def test_a_seed_that_was_lost_leaves_the_others_their_measures(text, lost):
         torch.testing.assert_close(found[name][rest], values[rest])
 
 
-def test_it_trains_as_pytorchs_own_parts_would(text):
-    """Without dropout, against nn.TransformerEncoderLayer with the same start, torch's Adam made anew every epoch."""
+@pytest.mark.parametrize("layers", [1, 3])
+def test_it_trains_as_pytorchs_own_parts_would(text, layers):
+    """Without dropout, against nn.TransformerEncoder with the same start, torch's Adam made anew every epoch.
+
+    The encoder is given one layer and copies it.
+    """
     setting = dataclasses.replace(SMALL, dropout=0.0, steps=11, every=1, clip=0.1)
     short = dataclasses.replace(text, train=text.train[:, : 8 * 4 + 1])  # an epoch of four windows
-    found = train(setting, CONTEXT, short, layers=1, label="x")
-    start = model(text, setting, layers=1)
+    found = train(setting, CONTEXT, short, layers=layers, label="x")
+    start = model(text, setting, layers=layers)
     layer = start.layers[0]
     plain = nn.TransformerEncoderLayer(8, 1, 8, dropout=0.0, batch_first=True)
     embedding, head = nn.Parameter(start.embedding[1].detach().clone()), nn.Linear(8, text.types)
@@ -107,6 +111,7 @@ def test_it_trains_as_pytorchs_own_parts_would(text):
             weight, bias = own(ours)
             theirs.weight.copy_(weight)
             theirs.bias.copy_(bias)
+    plain = nn.TransformerEncoder(plain, layers, enable_nested_tensor=False)
     mask = nn.Transformer.generate_square_subsequent_mask(8)
     parameters = [embedding, *plain.parameters(), *head.parameters()]
     losses, norms = [], []
@@ -115,9 +120,7 @@ def test_it_trains_as_pytorchs_own_parts_would(text):
             rule = torch.optim.Adam(parameters, lr=1e-2)
         tokens, target = short.window(torch.tensor(step))
         x = embedding[tokens] * 8**0.5 + start.positions[0]
-        loss = nn.functional.cross_entropy(
-            head(plain(x, src_mask=mask, is_causal=True)).flatten(0, 1), target.flatten()
-        )
+        loss = nn.functional.cross_entropy(head(plain(x, mask=mask, is_causal=True)).flatten(0, 1), target.flatten())
         rule.zero_grad()
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))

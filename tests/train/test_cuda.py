@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from joma import noise
+from joma.models.steady import SteadyDecoder
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.train import Optimiser, fit
 from joma.train import optimiser as module
@@ -87,3 +89,34 @@ def test_a_lost_seed_is_held_where_it_was_in_every_replay(monkeypatch, rule, sha
     assert there[1].equal(before[1])
     assert there[[0, 2]].equal(without[[0, 2]])
     assert (there[[0, 2]] < before[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_that_is_held_stays_in_every_replay(compiled):
+    config = DecoderConfig(
+        vocabulary=11, width=16, layers=2, length=7, norm="post", positions="sinusoidal", dropout=0.2
+    )
+    tokens = torch.randint(11, (4, 8), generator=torch.Generator().manual_seed(0)).cuda()
+    generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    model = SteadyDecoder(config, generators=generators, until=torch.tensor([4, 6])).cuda()
+
+    def loss(model, step):
+        model.tell(step)
+        key = noise.key(torch.arange(2, device="cuda"), step)
+        return model.surprisal(tokens[:, :-1], tokens[:, 1:], noise=key).mean((1, 2))
+
+    def record(model, step):
+        del step
+        with torch.no_grad():
+            own = model.activations(tokens[:, :-1], ["attention"])["attention"]
+        return {"attention": torch.stack([one.flatten(1) for one in own], dim=1)}
+
+    rule, dims = Optimiser("adam", 1e-2), {"attention": ("layer", "number")}
+    options = {"record": record, "dims": dims, "compiled": compiled, "gradients": False, "precision": "highest"}
+    found = fit(model, loss, optimiser=rule, steps=10, **options)
+    for seed, until in enumerate((4, 6)):
+        own = found.attention.isel(seed=seed)
+        moves = abs(own.diff("step", label="lower")).max(("layer", "number"))
+        assert bool((moves.sel(step=slice(0, until - 1)) > 1e-4).all())
+        assert float(moves.sel(step=slice(until, None)).max()) < 1e-6
+    assert bool((found.loss.isel(step=-1) < 0.8 * found.loss.isel(step=0)).all())

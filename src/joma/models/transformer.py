@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, whole
@@ -77,6 +77,7 @@ class DecoderConfig:
         norm, positions, mask, attention: names of `CHOICES`. activation, init: of `ACTIVATIONS`, `INITS`.
         residual: whether x is added to what attention and the MLP make of it; for each layer a pair, or one for all.
         projection: whether attention's output passes through W_O.
+        alike: whether all layers start as the first, as those of `torch.nn.TransformerEncoder` do, each a copy of one.
         tied: the head is the transposed embedding, without bias. scale_embedding: embeddings are multiplied by √width.
         dropout: probability at each of `sites`, names of `SITES`.
     """
@@ -94,6 +95,7 @@ class DecoderConfig:
     attention: str = "trained"
     activation: str = "relu"
     init: str = "linear"
+    alike: bool = False
     residual: bool | tuple[tuple[bool, bool], ...] = True
     projection: bool = True
     attention_bias: bool = True
@@ -224,6 +226,18 @@ class Asks(NamedTuple):
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=dim)
 
 
+class Given(NamedTuple):
+    """Queries and keys from elsewhere, [seed, sample, position, width], for the seeds that do not go by their own."""
+
+    own: Bool[Tensor, " seed"]
+    query: Tensor
+    key: Tensor
+
+    def instead(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        own = self.own[:, None, None, None]
+        return torch.where(own, query, self.query.to(query.dtype)), torch.where(own, key, self.key.to(key.dtype))
+
+
 class Entrance(nn.Module):
     """What is done to looked-up embeddings before the first layer: scale, positions, dropout."""
 
@@ -263,13 +277,16 @@ class Attention(nn.Module):
         turns = _waves(config, width // self.heads, draw.dtype) if config.positions == "rotary" else None
         self.register_buffer("turns", turns, persistent=False)
 
-    def forward(self, x: Stream, reach: Tensor, *, asks: Asks, noise: Maybe, kept: Kept) -> Tensor:
+    def forward(
+        self, x: Stream, reach: Tensor, *, asks: Asks, noise: Maybe, kept: Kept, given: Given | None = None
+    ) -> Tensor:
         """Return [seed, sample, query, width]; `reach` is added to the scores."""
-        reach, short = asks.of(reach, dim=-2), self._short(x, reach, noise, kept)
+        reach, short = asks.of(reach, dim=-2), given is None and self._short(x, reach, noise, kept)
         biases = self._biases() if short and self.turns is None else None  # turned they are not added any more
         query, key, value = self._projected(asks.of(x, dim=2), x, biased=biases is None)
         if query is not None and key is not None:
             query, key = self._turned(query, asks), self._turned(key, asks.all)
+            query, key = (query, key) if given is None else given.instead(query, key)
         if short and query is not None and key is not None:
             query, key = query.to(value.dtype), key.to(value.dtype)
             mixed = short_attention(query, key, value, reach, heads=self.heads, biases=biases)
@@ -279,6 +296,13 @@ class Attention(nn.Module):
             mixed = self.drop(weights, noise, "weights") @ self._heads(value)
             mixed = mixed.transpose(2, 3).flatten(3)
         return self.drop(mixed if self.projection is None else self.projection(mixed), noise, "attention")
+
+    def asked(self, x: Stream, asks: Asks) -> tuple[Tensor, Tensor]:
+        """Return the queries and keys, turned where positions turn them; there are none where attention is uniform."""
+        query, key, _ = self._projected(asks.of(x, dim=2), x, biased=True)
+        assert query is not None
+        assert key is not None
+        return self._turned(query, asks), self._turned(key, asks.all)
 
     def _short(self, x: Stream, reach: Tensor, noise: Maybe, kept: Kept) -> bool:
         """Whether no weights are asked for, nothing is done to them, and there is a kernel for so few positions."""
@@ -338,13 +362,25 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(Norm(draw, width) for _ in range(2) if config.norm != "none")
 
     def forward(
-        self, x: Stream, reach: Tensor, *, asks: Asks, noise: Maybe, skips: Maybe, kept: Kept
+        self,
+        x: Stream,
+        reach: Tensor,
+        *,
+        asks: Asks,
+        noise: Maybe,
+        skips: Maybe,
+        kept: Kept = _NONE,
+        given: Given | None = None,
     ) -> Float[Tensor, "seed sample place width"]:
-        y = self.attention(self._before(0, x), reach, asks=asks, noise=noise, kept=kept)
+        y = self.attention(self._before(0, x), reach, asks=asks, noise=noise, kept=kept, given=given)
         x = self._around(0, asks.of(x, dim=2), y, skips)
         x = self._around(1, x, self._mlp(self._before(1, x), noise=noise, kept=kept), skips)
         kept.get("residual", []).append(x)
         return x
+
+    def asked(self, x: Stream, asks: Asks) -> tuple[Tensor, Tensor]:
+        """Return the queries and keys that attention makes of the residual stream."""
+        return self.attention.asked(self._before(0, x), asks)
 
     def _mlp(self, x: Stream, *, noise: Maybe, kept: Kept) -> Stream:
         hidden = self.activation(self.lower(x))
@@ -404,6 +440,9 @@ class Decoder(nn.Module):
         self.embedding = draw("embedding", config.vocabulary, width)
         self.entrance = Entrance(config)
         self.layers = nn.ModuleList(Layer(config, draw, number) for number in range(config.layers))
+        if config.alike:  # the others were drawn in any case, so that the head starts as it does without
+            for layer in self.layers[1:]:
+                layer.load_state_dict(self.layers[0].state_dict())
         self.norm = Norm(draw, width) if config.norm == "pre" else None
         outputs = config.outputs or config.vocabulary
         self.head = None if config.tied else Linear(draw, "head", width, outputs, bias=config.head_bias)
@@ -477,13 +516,24 @@ class Decoder(nn.Module):
         self._check(tokens, multiplicity, asks)
         added = self.added
         positions = None if added is None else asks.each(added, dim=1)
-        x, keys = self.entrance(self._embed(tokens), positions, noise)
+        x, keys = self.entrance(self._embed(tokens, self.embedding), positions, noise)
         kept.get("residual", []).append(x)
-        reach, end = self._reach(x, multiplicity, asks), len(self.layers) - 1
+        reach = self._reach(x, multiplicity, asks)
+        given = self._given(tokens, positions, noise, reach, asks)
         for number, (layer, key) in enumerate(zip(self.layers, keys, strict=True)):
-            skips = None if self.skips is None else self.skips[:, number]
-            x = layer(x, reach, asks=asks if number == end else asks.all, noise=key, skips=skips, kept=kept)
+            own = asks if number + 1 == len(self.layers) else asks.all
+            x = layer(x, reach, asks=own, noise=key, skips=self._skips(number), kept=kept, given=given[number])
         return x
+
+    def _given(
+        self, tokens: Tensor, positions: Maybe, noise: Maybe, reach: Tensor, asks: Asks
+    ) -> Sequence[Given | None]:
+        """Return for each layer the queries and keys that do not come from it; here none."""
+        del tokens, positions, noise, reach, asks
+        return [None] * len(self.layers)
+
+    def _skips(self, number: int) -> Float[Tensor, "seed 2"] | None:
+        return None if self.skips is None else self.skips[:, number]
 
     def read(self, states: Stream) -> Float[Tensor, "seed sample position output"]:
         """Return the logits of the final residual stream: the final norm, if there is one, and the head."""
@@ -526,13 +576,14 @@ class Decoder(nn.Module):
         self.states(tokens, multiplicity=multiplicity, kept=kept)
         return kept
 
-    def _embed(self, tokens: Tensor) -> Stream:
+    @staticmethod
+    def _embed(tokens: Tensor, embedding: Float[Tensor, "seed vocabulary width"]) -> Stream:
         # One table of all seeds' rows: the backward pass of `embedding[seed, tokens]` adds in no fixed order. A token
         # outside the vocabulary is sent past the end of the table, not into the next seed's rows.
-        seeds, vocabulary, _ = self.embedding.shape
+        seeds, vocabulary, _ = embedding.shape
         first = torch.arange(0, seeds * vocabulary, vocabulary, device=tokens.device)[:, None, None]
         rows = (first + tokens).masked_fill((tokens < 0) | (tokens >= vocabulary), seeds * vocabulary)
-        table = self.embedding.flatten(0, 1)
+        table = embedding.flatten(0, 1)
         return lookup(rows, table) if table.is_cuda and vocabulary <= FEW else F.embedding(rows, table)
 
     def _reach(self, x: Stream, multiplicity: Maybe, asks: Asks) -> Float[Tensor, "... query key"]:

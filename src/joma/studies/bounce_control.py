@@ -1,7 +1,8 @@
 """Is the bounce good for anything? Attention held from its entropy's minimum on, beside the free run.
 
 The slides say that in one layer the bounce only slows training, and that in several layers it is what lets them build
-a hierarchy. Where W_Q and W_K are held, the first says that the loss ends lower, the second that it ends higher.
+a hierarchy. Where attention is held, the first says that the loss ends lower, the second that it ends higher. Holding
+W_Q and W_K leaves attention to embeddings and lower layers; so in another arm its weights themselves are held.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 import xarray as xr
 from jaxtyping import Int
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student
 from torch import Tensor
 
-from joma.arguments import InputError, whole
+from joma.arguments import InputError, choice, whole
 from joma.report.figure import band, canvas, letters, marker
 from joma.studies import language
 from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, only
@@ -26,6 +28,7 @@ from joma.train.optimiser import Schedule
 ARMS = {
     "free": "free",
     "held": "W_Q, W_K held from each layer's minimum",
+    "steady": "attention weights held from the minimum",
     "frozen": "W_Q, W_K held from the start",
 }
 KEPT = ("loss", "valid_loss", "entropy", "diverged")
@@ -38,12 +41,12 @@ class Config(language.Setting):
 
     depths: tuple[int, ...] = (1, 2, 5)
     """Numbers of layers."""
-    frozen: bool = True
-    """Whether a third arm holds attention from the start."""
+    arms: tuple[str, ...] = ("held", "steady", "frozen")
+    """What is held, beside the free run: names of `ARMS`."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Train each depth freely, then again from the same start with every layer held from its own minimum on.
+    """Train each depth freely, then again from the same start with attention held from its minimum on.
 
     The free run is one that is held after its last step: with the same patterns in every arm, sums are taken in the
     same order, and on the CPU the arms agree in every bit until they must differ.
@@ -51,16 +54,21 @@ def run(config: Config, context: Context) -> xr.Dataset:
     depths = [whole("depths", depth) for depth in config.depths]
     if not depths or len({*depths}) < len(depths):
         raise InputError("depths", "different numbers of layers", config.depths, "give each depth once")
+    others = {name: what for name, what in ARMS.items() if name != "free"}
+    if len({choice("arms", arm, others) for arm in config.arms}) < len(config.arms):
+        raise InputError("arms", "different arms", config.arms, "give each once")
     text, parts = language.read_text(config, context), []
     for depth in depths:
         never = np.full((len(context.seeds), depth), config.steps)
         free = _trained(config, context, text, "free", never)
-        hold = minima(free.entropy)
-        arms = {"free": free, "held": _trained(config, context, text, "held", hold)}
-        if config.frozen:
-            arms["frozen"] = _trained(config, context, text, "frozen", 0 * never)
+        hold, turn = minima(free.entropy), minima(free.entropy.mean("layer").expand_dims(layer=1))[:, 0]
+        holds = {"held": hold, "steady": never, "frozen": 0 * never}
+        arms = {"free": free}
+        for arm in config.arms:
+            arms[arm] = _trained(config, context, text, arm, holds[arm], turn=turn if arm == "steady" else None)
         joined = xr.concat(list(arms.values()), xr.Variable("arm", list(arms)))
-        parts.append(joined.assign(hold=(("seed", "layer"), hold)).assign_coords(layer=range(depth)))
+        joined = joined.assign(hold=(("seed", "layer"), hold), turn=(("seed",), turn))
+        parts.append(joined.assign_coords(layer=range(depth)))
     return xr.concat(parts, xr.Variable("depth", depths), join="outer").transpose("seed", "depth", ...)
 
 
@@ -86,8 +94,15 @@ def _going(until: Int[Tensor, " seed"], step: Tensor) -> Tensor:
 
 
 def _trained(
-    config: Config, context: Context, text: language.Text, arm: str, hold: Int[np.ndarray, "seed layer"]
+    config: Config,
+    context: Context,
+    text: language.Text,
+    arm: str,
+    hold: Int[np.ndarray, "seed layer"],
+    *,
+    turn: Int[np.ndarray, " seed"] | None = None,
 ) -> xr.Dataset:
+    """Train one arm: W_Q and W_K held from `hold` on, attention's weights from `turn` on."""
     depth = hold.shape[1]
     found = language.train(
         config,
@@ -96,6 +111,7 @@ def _trained(
         layers=depth,
         label=f"bounce, {depth} layers, {arm}",
         schedules=schedules(hold, context.device),
+        hold=turn,
     )
     return found[[*KEPT]]
 
@@ -103,7 +119,7 @@ def _trained(
 def loss_gap(run: xr.Dataset, depth: int, arm: str = "held") -> xr.DataArray:
     """Validation loss at the end, an arm's less the free run's from the same start, per seed."""
     end = only(run, depth=depth).valid_loss.isel(step=-1)
-    return end.sel(arm=arm) - end.sel(arm="free")
+    return only(end, arm=arm) - end.sel(arm="free")
 
 
 def bound(values: xr.DataArray, side: int) -> float:
@@ -122,26 +138,30 @@ def bound(values: xr.DataArray, side: int) -> float:
 def recovery(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
     """Entropy at the end less entropy at the step from which the held arm is held, mean over layers, per seed."""
     own = only(run, depth=depth).isel(layer=slice(depth))
-    curve = own.entropy.sel(arm=arm).mean("head")
+    curve = only(own.entropy, arm=arm).mean("head")
     then = curve.sel(step=own.hold.astype(int))
     return (curve.isel(step=-1) - then).mean("layer")
 
 
 def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
     layers = "1 layer" if depth == 1 else f"{depth} layers"
-    paired = f"difference of paired runs, {LEVEL:.0%} bound over seeds"
     if depth == 1:
-        said = f"In 1 layer the bounce only slows training: held at its minimum, it ends at a lower loss ({paired})."
+        said, ends = "In 1 layer the bounce only slows training", "a lower"
         expected, side = at_most(0.0), 1
     else:
-        said = f"In {layers} the bounce lets a hierarchy be built: held, they end at a higher loss ({paired})."
+        said, ends = f"In {layers} the bounce lets a hierarchy be built", "a higher"
         expected, side = at_least(0.0), -1
+    paired = f"ends at {ends} loss (difference of paired runs, {LEVEL:.0%} bound over seeds)"
+    held = {"held": ("loss", "with W_Q and W_K held at each layer's minimum"),
+            "steady": ("steady", "with attention's weights themselves held at the minimum")}  # fmt: skip
     return (
         Claim(f"bounce-{depth}",
               f"The free run of {layers} falls and bounces back: how often noise alone rises as clearly, 1 unless "
               f"entropy, mean over layers, falls by {language.LEAST:.0%} of its start and comes back from there.",
               lambda run: language.chance(only(run.entropy, depth=depth, arm="free")), at_most(0.05), presets=presets),
-        Claim(f"loss-{depth}", said, lambda run: bound(loss_gap(run, depth), side), expected, presets=presets, seeds=2),
+        *(Claim(f"{name}-{depth}", f"{said}: {how}, it {paired}.",
+                lambda run, arm=arm: bound(loss_gap(run, depth, arm), side), expected, presets=presets, seeds=2)
+          for arm, (name, how) in held.items()),
         Claim(f"prevented-{depth}",
               f"Holding W_Q and W_K of {layers} prevents most of the recovery of entropy: what is left of it.",
               lambda run: recovery(run, depth, "held").mean() / recovery(run, depth, "free").mean(),
@@ -161,8 +181,8 @@ def draw_arms(run: xr.Dataset) -> Figure:
     figure, axes = canvas(3, run.sizes["depth"], width=3.5, height=2.2, sharex=True, sharey="row")
     for column, depth in zip(axes.T, run.depth.values, strict=True):
         own = run.sel(depth=depth)
-        for place, arm in enumerate(run.arm.values):
-            curves = own.sel(arm=arm)
+        for arm in run.arm.values.tolist():
+            curves, place = own.sel(arm=arm), [*ARMS].index(arm)
             band(column[0], run.step, curves.entropy.mean(["layer", "head"]), place, ARMS[arm])
             band(column[1], run.step, curves.valid_loss, place)
             if arm != "free":
@@ -172,12 +192,13 @@ def draw_arms(run: xr.Dataset) -> Figure:
         column[0].set_title("1 layer" if depth == 1 else f"{depth} layers")
         column[2].axhline(0.0, color="0.3", linewidth=0.8)
         column[2].set_xlabel("step")
+        column[2].xaxis.set_major_locator(MaxNLocator(4))
     labels = ("entropy (nats)", "validation loss", "loss − free run's")
     for panel, label in zip(axes[:, 0], labels, strict=True):
         panel.set_ylabel(label)
     if np.isfinite(_late(run)):  # NaN where every seed was lost
         axes[1, 0].set_ylim(top=_late(run))
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS))
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     letters(axes)
     return figure
 
@@ -195,12 +216,12 @@ def draw_gaps(run: xr.Dataset) -> Figure:
     for index, arm in enumerate(others, start=1):
         gaps = [loss_gap(run, depth, arm) for depth in run.depth.values.tolist()]
         at = places + 0.16 * (index - (1 + len(others)) / 2)
-        axes[0, 0].plot(at, gaps, **marker(index))
+        axes[0, 0].plot(at, gaps, **marker([*ARMS].index(arm)))
         axes[0, 0].vlines(at, [bound(gap, -1) for gap in gaps], [bound(gap, 1) for gap in gaps], color="0.6", zorder=0)
     for index, arm in enumerate(run.arm.values.tolist()):
         rises = [recovery(run, depth, arm) for depth in run.depth.values.tolist()]
         at = places + 0.16 * (index - (run.sizes["arm"] - 1) / 2)
-        lines = axes[0, 1].plot(at, rises, **marker(index))
+        lines = axes[0, 1].plot(at, rises, **marker([*ARMS].index(arm)))
         lines[0].set_label(ARMS[arm])
     axes[0, 0].set(ylabel="loss − free run's", title="Loss")
     axes[0, 1].set(ylabel="entropy regained (nats)", title="Recovery")
@@ -208,7 +229,7 @@ def draw_gaps(run: xr.Dataset) -> Figure:
         panel.axhline(0.0, color="0.3", linewidth=0.8)
         panel.set_xticks(places, run.depth.values)
         panel.set(xlabel="layers", xlim=(-0.5, len(places) - 0.5))
-    figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS))
+    figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     letters(axes)
     return figure
 
@@ -218,28 +239,30 @@ STUDY = Study(
     title="What the bounce of attention is good for: training with attention held at its minimum",
     source="JoMA, slides (arXiv 2310.00535)",
     about=(
-        "Each model is trained twice from the same start, on the same text and with the same dropout: freely, and with "
-        "W_Q and W_K of each layer held from the recorded step on at which that layer's entropy was least in the free "
-        "run of the same seed. Until the first layer is held the two are the same. What is compared are paired "
-        "differences, seed by seed, with Student's one-sided bounds on their mean. Only W_Q and W_K are held: "
-        "embeddings and what lower layers write still move, so that entropy can recover in part by them; the claims "
-        "`prevented` say how much of it does. Held parameters are left out of the gradient's norm when it is clipped. "
-        "The minimum is the least of the recorded points, noise included; where it is near the end, holding changes "
-        "little. A third arm, held from the start, shows what training attention is worth at all."
+        "Each model is trained several times from the same start, on the same text and with the same dropout: freely; "
+        "with W_Q and W_K of each layer held from the recorded step on at which that layer's entropy was least in the "
+        "free run of the same seed; and with attention's weights held from the step on at which entropy's mean over "
+        "layers was least. Until then all are the same. What is compared are paired differences, seed by seed, with "
+        "Student's one-sided bounds on their mean. Where W_Q and W_K alone are held, embeddings and what lower layers "
+        "write still move attention, and its entropy can recover by them; the claims `prevented` say how much of it "
+        "does. Where the weights are held, queries and keys come from a copy of the model that stands still and reads "
+        "the same text. Held parameters are left out of the gradient's norm when it is clipped. The minimum is the "
+        "least of the recorded points, noise included; where it is near the end, holding changes little. The last arm, "
+        "W_Q and W_K held from the start, shows what training attention is worth at all."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(
             Config(
                 **language.small(steps=440),
                 depths=(1, 2),
-                frozen=False,
+                arms=("held", "steady"),
             ),
             seeds=3,
-            seconds=45,
+            seconds=65,
         ),
         # On a GPU; the seconds on 2 cores are an estimate from the operations of a step.
-        "paper": Preset(Config(**language.wikitext(every=500)), seeds=3, seconds=700_000),
+        "paper": Preset(Config(**language.wikitext(every=500)), seeds=3, seconds=1_000_000),
     },
     run=run,
     claims=CLAIMS,

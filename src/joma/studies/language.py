@@ -1,8 +1,9 @@
 """Small language models on real text, as the paper trains them: what the studies of text share.
 
 Setting of arXiv 2310.00535's WikiText-2 figure, as its public code has it: post-norm, sinusoidal positions, embeddings
-times √width, dropout everywhere (on attention weights too), an untied head; the text in `batch` continuous columns, cut
-into windows of `length` that are read in order, epoch after epoch, by every seed alike.
+times √width, layers that start as copies of one, dropout everywhere (on attention weights too), an untied head; the
+text in `batch` continuous columns, cut into windows of `length` that are read in order, epoch after epoch, by every
+seed alike.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from joma import noise, schedule
 from joma.arguments import InputError, whole
 from joma.data.sources import find_here
 from joma.data.text import Corpus, corpus
+from joma.models.steady import SteadyDecoder
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.bounce import measure_bounce
 from joma.probes.entropy import entropy
@@ -55,6 +57,8 @@ class Setting:
     length: int = 35
     dropout: float = 0.2
     activation: str = "relu"
+    alike: bool = True
+    """Whether all layers start as copies of one, as in the authors' code; False to draw each by itself."""
     batch: int = 20
     columns: int = 10
     """Columns of the validation text."""
@@ -161,6 +165,7 @@ def decoder(setting: Setting, types: int, layers: int) -> DecoderConfig:
         positions="sinusoidal",
         activation=setting.activation,
         init="encoder",
+        alike=setting.alike,
         scale_embedding=True,
         dropout=setting.dropout,
     )
@@ -186,6 +191,7 @@ def train(
     label: str,
     rates: Sequence[float] = (),
     schedules: Mapping[str, Schedule] | None = None,
+    hold: Int[np.ndarray, " seed"] | None = None,
     probe: Probe | None = None,
     dims: Mapping[str, Sequence[str]] | None = None,
 ) -> xr.Dataset:
@@ -197,6 +203,7 @@ def train(
         label: under which progress is reported and checkpoints are kept.
         rates: learning rates, each of which is given to all seeds; one axis more, `rate`, if there is any.
         schedules: factors of the rate, as of `Optimiser`; one for each seed, and for each rate before that.
+        hold: the step from which each seed's attention weights are held, as of `SteadyDecoder`.
         probe: from the model to further measures [seed, ...], named by `dims`.
         dims: names of the axes of the further measures, after the seed's.
 
@@ -207,9 +214,15 @@ def train(
     copies = max(1, len(rates))
     seeds = torch.tensor(context.seeds, device=context.device).repeat(copies)
     generators = [own for _ in range(copies) for own in context.generators()]  # a seed starts alike at every rate
-    model = Decoder(decoder(setting, text.types, layers), generators=generators)
+    config = decoder(setting, text.types, layers)
+    if hold is None:
+        model = Decoder(config, generators=generators)
+    else:
+        model = SteadyDecoder(config, generators=generators, until=torch.as_tensor(hold).repeat(copies))
 
     def loss(model: Decoder, step: Tensor) -> Float[Tensor, " seed"]:
+        if isinstance(model, SteadyDecoder):
+            model.tell(step)
         tokens, target = text.window(step)
         return model.surprisal(tokens, target, noise=noise.key(seeds, step)).mean(dim=(1, 2))
 

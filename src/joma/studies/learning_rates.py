@@ -183,7 +183,7 @@ STUDY = Study(
         "preset are evenly spaced in their logarithm, which is our choice. The quick preset has two layers "
         "and three rates, and reads its small text less than twice, where the paper reads its own twenty times."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(Config(**language.small(), layers=2, rates=(1e-3, 3e-3, 1e-2)), seeds=3, seconds=35.0),
         "paper": Preset(Config(**language.wikitext()), seeds=3, seconds=900_000.0),  # an estimate

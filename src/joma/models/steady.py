@@ -1,0 +1,83 @@
+"""A decoder whose attention can be held as it is, while all the rest of it learns on.
+
+Holding W_Q and W_K does not do that: what they are multiplied by, embeddings and the output of lower layers, still
+moves, and attention with it. Here queries and keys come from a copy of the decoder that stands still, and reads the
+same tokens with the same dropout.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from joma.arguments import InputError
+from joma.models.transformer import Asks, Decoder, DecoderConfig, Given, Maybe
+
+
+class SteadyDecoder(Decoder):
+    """A decoder that holds the attention weights of each seed, as a function of the tokens, from a step of its own on.
+
+    Before every step it must be told which one it is, by `tell`. After `until[s]` updates of seed s its attention is
+    that of a copy as it was then: neither embeddings, W_Q, W_K nor lower layers change it any more, and no gradient
+    passes through it.
+
+    Args:
+        config, generators, options: as of `Decoder`; attention not uniform, positions not learned.
+        until: the step of each seed.
+
+    >>> config = DecoderConfig(vocabulary=10, width=8)
+    >>> model = SteadyDecoder(config, generators=[torch.Generator().manual_seed(0)], until=torch.tensor([3]))
+    >>> model.tell(torch.tensor(3))
+    >>> before = model.activations(torch.arange(4)[None], ["attention"])["attention"][0]
+    >>> _ = model.embedding.data.normal_()
+    >>> torch.equal(before, model.activations(torch.arange(4)[None], ["attention"])["attention"][0])
+    True
+    """
+
+    until: Int[Tensor, " seed"]
+    going: Bool[Tensor, " seed"]
+
+    def __init__(
+        self, config: DecoderConfig, *, generators: Sequence[torch.Generator], until: Tensor, **options: Any
+    ) -> None:
+        super().__init__(config, generators=generators, **options)
+        if until.shape != (len(generators),):
+            expected, got = f"one step for each of {len(generators)} seeds", tuple(until.shape)
+            raise InputError("until", expected, got, "give the step from which each seed is held")
+        if config.attention == "uniform" or (self.positions is not None and self.positions.requires_grad):
+            got = f"{config.attention} attention, {config.positions} positions"
+            raise InputError(
+                "config", "attention that is computed, and positions that are not learned", got, "change it"
+            )
+        self.register_buffer("until", until, persistent=False)
+        self.register_buffer("going", torch.ones_like(until, dtype=torch.bool))
+        self.past = copy.deepcopy(self.layers).requires_grad_(False)
+        self.past_embedding = nn.Parameter(self.embedding.detach().clone(), requires_grad=False)
+
+    @torch.no_grad()
+    def tell(self, step: Tensor) -> None:
+        """Take note of how many updates there were; up to `until` the copy follows the decoder."""
+        self.going.copy_(step < self.until)
+        follows = step <= self.until
+        own = {**dict(self.past.named_parameters()), "": self.past_embedding}
+        for name, past in own.items():
+            now = self.layers.get_parameter(name) if name else self.embedding
+            torch.where(follows.view(-1, *(1,) * (past.ndim - 1)), now.to(past.dtype), past, out=past)
+
+    def _given(
+        self, tokens: Tensor, positions: Maybe, noise: Maybe, reach: Tensor, asks: Asks
+    ) -> Sequence[Given | None]:
+        given = []
+        with torch.no_grad():
+            x, keys = self.entrance(self._embed(tokens, self.past_embedding), positions, noise)
+            for number, (layer, key) in enumerate(zip(self.past, keys, strict=True)):
+                own = asks if number + 1 == len(self.past) else asks.all
+                given.append(Given(self.going, *layer.asked(x, own)))
+                if number + 1 < len(self.past):
+                    x = layer(x, reach, asks=own, noise=key, skips=self._skips(number))
+        return given
