@@ -22,7 +22,8 @@ def verdicts(found, preset):
 def theirs():
     """The published curves themselves, as if three equal seeds had been trained."""
     own = published().expand_dims(seed=[0, 1, 2])
-    return own.assign(entropy=own.entropy.expand_dims(head=[0])).assign_attrs(WIKITEXT2)
+    entropy = own.entropy.expand_dims(head=[0])
+    return own.assign(entropy=entropy, window_entropy=entropy).assign_attrs(WIKITEXT2)
 
 
 def test_the_published_curves_pass_their_own_claims(theirs):
@@ -67,6 +68,10 @@ def test_one_layer_off_its_published_curve_is_seen_at_its_depth_alone(theirs):
     off = 0.6 * ((theirs.depth == 5) & (theirs.layer == 2))
     found = verdicts(theirs.assign(entropy=theirs.entropy + off), "paper")
     assert of_verdict(found, "does not hold") == {"curve-5"}
+    found = verdicts(theirs.assign(window_entropy=theirs.entropy + off), "paper")
+    assert of_verdict(found, "does not hold") == {"window-5"}
+    found = verdicts(theirs.drop_vars("window_entropy"), "paper")
+    assert of_verdict(found, "not tested at this preset") == {"window", "window-2", "window-5", "window-10"}
     assert float(distance(theirs.assign(entropy=theirs.entropy + off), 5).mean()) == pytest.approx(0.12)
 
 
@@ -81,10 +86,10 @@ def of_verdict(found, verdict):
 
 def test_a_depth_that_was_not_trained_is_not_judged(theirs):
     one = verdicts(theirs.sel(depth=[1]), "paper")
-    assert of_verdict(one, "holds") == {"loss-1", "fall", "recovery", "bounce", "curve"}
+    assert of_verdict(one, "holds") == {"loss-1", "fall", "recovery", "bounce", "curve", "window"}
     assert of_verdict(one, "does not hold") == set()
     two = verdicts(theirs.sel(depth=[2]), "paper")
-    assert of_verdict(two, "holds") == {"loss-2", "curve-2"}
+    assert of_verdict(two, "holds") == {"loss-2", "curve-2", "window-2"}
     assert of_verdict(two, "does not hold") == set()
 
 

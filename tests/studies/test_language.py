@@ -69,6 +69,18 @@ def test_validation_is_the_mean_over_tokens_and_rows(text):
     torch.testing.assert_close(found["entropy"].float(), rows, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("number", [0, 3, 6])
+def test_the_window_that_is_shown_is_one_of_the_first_column(text, monkeypatch, number):
+    own = model(text)
+    assert "window_entropy" not in validation(own, text)  # a column is 59 tokens long: 7 windows
+    monkeypatch.setattr(language, "WINDOW", number)
+    weights = own.activations(text.valid[:1, 8 * number : 8 * number + 8], ("attention",))["attention"]
+    expected = torch.stack([entropy(one)[:, 0].mean(dim=2) for one in weights], dim=1)
+    torch.testing.assert_close(validation(own, text)["window_entropy"].float(), expected, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(language, "WINDOW", 7)
+    assert "window_entropy" not in validation(own, text)
+
+
 @pytest.mark.parametrize("lost", [[1], [0, 1]])
 def test_a_seed_that_was_lost_leaves_the_others_their_measures(text, lost):
     own, expected = model(text), validation(model(text), text)

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from joma.arguments import InputError
-from joma.models.transformer import Asks, Decoder, DecoderConfig, Given, Maybe
+from joma.models.transformer import Asks, Decoder, DecoderConfig, Given, Layer, Maybe
 
 
 class SteadyDecoder(Decoder):
@@ -76,6 +76,7 @@ class SteadyDecoder(Decoder):
         with torch.no_grad():
             x, keys = self.entrance(self._embed(tokens, self.past_embedding), positions, noise)
             for number, (layer, key) in enumerate(zip(self.past, keys, strict=True)):
+                assert isinstance(layer, Layer)
                 own = asks if number + 1 == len(self.past) else asks.all
                 given.append(Given(self.going, *layer.asked(x, own)))
                 if number + 1 < len(self.past):

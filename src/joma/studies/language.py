@@ -41,7 +41,8 @@ FORWARD = 1 / 2  # of a training step, what its forward pass takes at most on th
 SURE = 0.01  # the chance of a rise by noise alone up to which a curve is said to rise
 LEAST = 0.05  # of its start, by which entropy must fall and come back for a bounce; the choice is ours
 AT_ONCE = 1 << 15  # validation tokens of one seed in a pass, on CUDA; the CPU takes a training batch's at a time
-DIMS = {"entropy": ("layer", "head"), "stable_rank": ("layer",)}
+DIMS = {"entropy": ("layer", "head"), "window_entropy": ("layer", "head"), "stable_rank": ("layer",)}
+WINDOW = 100  # of the first validation column: the one whose attention the authors' code saves
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ def train(
 
     Returns:
         Over `seed` and `step`: `loss` of the training batch, `valid_loss`, `entropy` by layer and head (nats, mean over
-        the rows of every full validation window), `stable_rank` of each MLP's lower weights.
+        the rows of every full validation window), `stable_rank` of each MLP's lower weights, and, where the validation
+        text is long enough, `window_entropy`, of the one window that the authors' figures show.
     """
     copies = max(1, len(rates))
     seeds = torch.tensor(context.seeds, device=context.device).repeat(copies)
@@ -260,18 +262,21 @@ def _record(model: Decoder, step: int, *, text: Text, probe: Probe | None, half:
 def validation(model: Decoder, text: Text) -> dict[str, Tensor]:
     """Return the mean loss a token over the validation text that is read, and entropy by layer and head, per seed."""
     loss = rows = told = attended = 0
+    shown: dict[str, Tensor] = {}
     for tokens, target in text.windows():
         kept: dict[str, list[Tensor]] = {"attention": []}
         loss = loss + model.surprisal(tokens, target, kept=kept).double().sum(dim=(1, 2))
         told += target.numel()
         if tokens.shape[1] == text.length:  # shorter rows have less entropy to begin with
-            own = torch.stack([_entropy(layer).double().mean(dim=3).sum(dim=1) for layer in kept["attention"]], dim=1)
-            attended, rows = attended + own, rows + len(tokens)
+            own = torch.stack([_entropy(layer).double().mean(dim=3) for layer in kept["attention"]], dim=2)
+            if rows <= WINDOW < rows + len(tokens) and (text.valid.shape[1] - 1) // text.length > WINDOW:
+                shown["window_entropy"] = own[:, WINDOW - rows]
+            attended, rows = attended + own.sum(dim=1), rows + len(tokens)
     if not rows:
         remedy = "give a longer text, fewer `columns`, a smaller `length` or, where it is set, a greater `glance`"
         expected = f"validation columns of more than {text.length} tokens"
         raise InputError("corpus", expected, text.valid.shape[1], remedy)
-    return {"valid_loss": torch.as_tensor(loss / told), "entropy": torch.as_tensor(attended / rows)}
+    return {"valid_loss": torch.as_tensor(loss / told), "entropy": torch.as_tensor(attended / rows), **shown}
 
 
 def _entropy(attention: Float[Tensor, "seed sample head query key"]) -> Float[Tensor, "seed sample head query"]:
