@@ -130,6 +130,16 @@ def test_values_and_all_else_are_those_of_now():
     torch.testing.assert_close(steady(TOKENS, last=2)[seed], linear(now.head, x)[:, -2:], rtol=0, atol=1e-12)
 
 
+def test_a_seed_without_residual_connections_is_held_as_well():
+    residual = torch.tensor([[[True, False]] * 3, [[False, True]] * 3])
+    options = {"generators": streams(), "residual": residual, "dtype": torch.float64}
+    plain = Decoder(CONFIG, **options)
+    steady = SteadyDecoder(CONFIG, **{**options, "generators": streams()}, until=[2, 2])
+    then = attention(plain)
+    steady.tell(torch.tensor(2))
+    torch.testing.assert_close(attention(shaken(steady)), then, rtol=0, atol=1e-14)
+
+
 def trained(folder=None, stop=None):
     """Train with attention held from steps 4 and 6 on; stop by a fault at a step."""
     model = pair([4, 6], dropout=0.2)[1]
@@ -167,7 +177,8 @@ def test_it_is_held_in_training_and_a_run_that_was_stopped_goes_on_alike(tmp_pat
 @pytest.mark.parametrize(
     ("until", "changes", "match"),
     [
-        ([1], {}, "`until` must be one step for each of 2 seeds"),
+        ([1], {}, "`until` must be a whole number for each of 2 seeds"),
+        ([1.5, 2.0], {}, "`until` must be a whole number for each of 2 seeds, got torch.float32"),
         ([1, 2], {"attention": "uniform"}, "`config` must be attention that is computed"),
         ([1, 2], {"positions": "learned"}, "positions that are not learned"),
     ],

@@ -9,7 +9,7 @@ import xarray as xr
 from scipy.stats import ttest_1samp
 
 from joma.arguments import InputError
-from joma.studies import language, load
+from joma.studies import bounce_control, language, load
 from joma.studies.base import Absent, Context
 from joma.studies.bounce_control import CLAIMS, STUDY, Config, bound, loss_gap, minima, recovery, run, schedules
 
@@ -22,6 +22,13 @@ CONTEXT = Context((0, 1))
 @pytest.fixture(scope="module")
 def trajectory():
     return run(SMALL, CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def judged(trajectory):
+    """The same, as if something had been held in every arm: with one layer entropies are least at the last step."""
+    holds = {name: np.minimum(trajectory[name], 9) for name in ("hold", "turn")}
+    return trajectory.assign(holds)
 
 
 def weights(model):
@@ -92,10 +99,11 @@ def test_bounds_are_students():
     other = ttest_1samp(values, 0.0, alternative="less")
     assert bound(values, 1) == pytest.approx(other.confidence_interval(0.95).high, rel=1e-12)
     assert np.isnan(bound(values[:1], 1))
+    assert np.isnan(bound(values.where(np.arange(7) != 2), 1))  # a lost seed
 
 
-def test_measures_see_what_is_put_in(trajectory):
-    made = trajectory.copy(deep=True)
+def test_measures_see_what_is_put_in(judged):
+    made = judged.copy(deep=True)
     free = made.valid_loss.sel(arm="free")
     made.valid_loss.loc[{"arm": "held"}] = free + xr.DataArray([0.1, 0.3], dims="seed")
     np.testing.assert_allclose(loss_gap(made, 2), [0.1, 0.3], rtol=1e-9)
@@ -114,6 +122,44 @@ def test_measures_see_what_is_put_in(trajectory):
     one = {claim.name: claim.judge(made.isel(seed=[0]), "quick")["verdict"] for claim in CLAIMS}
     assert one["loss-1"] == one["loss-2"] == "not tested at this preset"  # one seed has no bound
     assert one["bounce-1"] != "not tested at this preset"
+
+
+def test_arms_are_held_where_they_say(monkeypatch):
+    """By entropies that are made up: two layers have their least at steps 6 and 3, their mean at 6; or 9, 6 and 9."""
+    curves = np.array([[[4.0, 4], [3, 1], [1, 2], [2, 2], [2, 2]], [[4.0, 4], [3, 3], [3, 1], [1, 2], [2, 2]]])
+    asked = {}
+
+    def trained(*given, turn=None):
+        arm, hold = given[-2:]
+        asked[arm] = (hold.tolist(), None if turn is None else turn.tolist())
+        dims, steps = ("seed", "step", "layer", "head"), [0, 3, 6, 9, 12]
+        return xr.Dataset({"entropy": (dims, curves[..., None])}, {"step": steps, "seed": [0, 1]})
+
+    monkeypatch.setattr(bounce_control, "_trained", trained)
+    found = run(replace(SMALL, depths=(2,)), CONTEXT)
+    never = [[12, 12], [12, 12]]
+    assert asked == {
+        "free": (never, None),
+        "held": ([[6, 3], [9, 6]], None),
+        "steady": (never, [6, 9]),
+        "frozen": ([[0, 0], [0, 0]], None),
+    }
+    np.testing.assert_allclose(recovery(found, 2, "steady").values.ravel(), [2 - 1.5, 2 - 1.5])
+    np.testing.assert_allclose(recovery(found, 2, "held").values.ravel(), [2 - 1, 2 - 1])
+
+
+def test_where_nothing_was_held_nothing_is_judged(trajectory):
+    late = trajectory.copy(deep=True)
+    late["hold"] = late.hold.where(late.hold.isnull(), 12)
+    late["turn"] = late.turn * 0 + 12
+    found = {claim.name: claim.judge(late, "quick")["verdict"] for claim in CLAIMS}
+    assert {found[f"{name}-{depth}"] for name in ("loss", "steady") for depth in (1, 2)} == {
+        "not tested at this preset"
+    }
+    late.turn[0] = 9
+    late.valid_loss[:] = late.valid_loss.sel(arm="free")  # equal losses are neither higher nor lower
+    found = {claim.name: claim.judge(late, "quick")["verdict"] for claim in CLAIMS}
+    assert found["steady-1"] == found["steady-2"] == "does not hold"
 
 
 def bounce_of(curve, depth=2):
@@ -136,8 +182,8 @@ def test_only_what_falls_and_comes_back_bounces():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_depth_that_was_not_trained_is_not_judged(trajectory, depth):
-    found = {claim.name: claim.judge(trajectory.sel(depth=[depth]), "paper")["verdict"] for claim in CLAIMS}
+def test_a_depth_that_was_not_trained_is_not_judged(judged, depth):
+    found = {claim.name: claim.judge(judged.sel(depth=[depth]), "paper")["verdict"] for claim in CLAIMS}
     left_out = {name for name, verdict in found.items() if verdict == "not tested at this preset"}
     assert left_out == {name for name in found if not name.endswith(f"-{depth}")}
 
@@ -150,8 +196,8 @@ def test_recovery_is_from_each_layers_own_minimum(trajectory):
 
 
 @pytest.mark.parametrize("arms", [["held"], ["steady"], ["frozen", "steady"], []])
-def test_it_is_drawn_and_judged_with_the_arms_that_there_are(trajectory, arms):
-    own = trajectory.sel(arm=["free", *arms])
+def test_it_is_drawn_and_judged_with_the_arms_that_there_are(judged, arms):
+    own = judged.sel(arm=["free", *arms])
     for drawing in STUDY.figures.values():
         assert drawing.draw(own).axes
     found = {claim.name: claim.judge(own, "quick")["verdict"] for claim in CLAIMS}

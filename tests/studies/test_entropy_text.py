@@ -9,7 +9,7 @@ import xarray as xr
 from joma.arguments import InputError
 from joma.data.text import corpus
 from joma.studies.base import Context
-from joma.studies.entropy_text import BEST, CLAIMS, STUDY, WIKITEXT2, Config, distance, published, run
+from joma.studies.entropy_text import BEST, CLAIMS, LAID_OUT, STUDY, WIKITEXT2, Config, distance, published, run
 
 SMALL = Config(width=8, hidden=8, length=8, batch=4, columns=3, steps=6, every=2, rate=1e-2, glance=60, depths=(1, 2))
 
@@ -23,7 +23,7 @@ def theirs():
     """The published curves themselves, as if three equal seeds had been trained."""
     own = published().expand_dims(seed=[0, 1, 2])
     entropy = own.entropy.expand_dims(head=[0])
-    return own.assign(entropy=entropy, window_entropy=entropy).assign_attrs(WIKITEXT2)
+    return own.assign(entropy=entropy, window_entropy=entropy).assign_attrs(**WIKITEXT2, **LAID_OUT, glance=0)
 
 
 def test_the_published_curves_pass_their_own_claims(theirs):
@@ -75,6 +75,32 @@ def test_one_layer_off_its_published_curve_is_seen_at_its_depth_alone(theirs):
     assert float(distance(theirs.assign(entropy=theirs.entropy + off), 5).mean()) == pytest.approx(0.12)
 
 
+CURVES = {f"{kind}{depth}" for kind in ("curve", "window") for depth in ("", "-2", "-5", "-10")}
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        ({"glance": 3600}, "curve"),
+        ({"columns": 9}, "window"),
+        ({"length": 36}, "window"),
+    ],
+)
+def test_other_validation_texts_are_not_held_against_the_published_curves(theirs, change, left):
+    found = verdicts(theirs.assign_attrs(change), "paper")
+    assert of_verdict(found, "not tested at this preset") == {name for name in CURVES if name.startswith(left)}
+
+
+def test_a_curve_that_stops_short_is_not_judged_and_a_lost_one_does_not_hold(theirs):
+    short = verdicts(theirs.isel(step=slice(0, -1)), "paper")
+    assert of_verdict(short, "not tested at this preset") == CURVES
+    lost = theirs.copy()
+    for name in ("entropy", "window_entropy"):
+        lost[name] = theirs[name].where((theirs.step < 2000) | (theirs.seed > 0))
+    found = verdicts(lost, "paper")
+    assert of_verdict(found, "does not hold") >= CURVES
+
+
 def test_a_deeper_model_that_learns_less_is_seen(theirs):
     worse = theirs.assign(valid_loss=theirs.valid_loss + 0.2 * (theirs.depth == 5))
     assert verdicts(worse, "paper")["deeper"] == "does not hold"
@@ -96,7 +122,7 @@ def test_a_depth_that_was_not_trained_is_not_judged(theirs):
 @pytest.mark.parametrize("other", [{"types": 256}, {"tokens": 5}, {}])
 def test_another_text_is_not_held_against_the_published_figures(theirs, other):
     elsewhere = theirs.copy()
-    elsewhere.attrs = {**WIKITEXT2, **other} if other else {}
+    elsewhere.attrs = {**theirs.attrs, **other} if other else {}
     found = verdicts(elsewhere, "paper")
     assert of_verdict(found, "not tested at this preset") == {*found} - {"bounce", "deeper"}
     assert of_verdict(found, "holds") == {"bounce", "deeper"}

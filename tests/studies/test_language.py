@@ -144,6 +144,13 @@ def test_it_trains_as_pytorchs_own_parts_would(text, layers):
     np.testing.assert_allclose(seen, np.array(losses)[seen.step], rtol=2e-4)
 
 
+def test_layers_start_alike_unless_they_are_drawn_apart(text):
+    for alike in (True, False):
+        own = model(text, dataclasses.replace(SMALL, alike=alike))
+        first, second = (layer.lower.weight for layer in own.layers)
+        assert torch.equal(first, second) == alike
+
+
 def test_dropout_is_that_of_seed_and_step(text):
     own = model(text)
     tokens, target = text.window(torch.tensor(3))

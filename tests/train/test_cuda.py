@@ -92,28 +92,38 @@ def test_a_lost_seed_is_held_where_it_was_in_every_replay(monkeypatch, rule, sha
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_attention_that_is_held_stays_in_every_replay(compiled):
-    config = DecoderConfig(
-        vocabulary=11, width=16, layers=2, length=7, norm="post", positions="sinusoidal", dropout=0.2
-    )
+@pytest.mark.parametrize("precision", ["highest", "bf16"])
+def test_attention_that_is_held_stays_in_every_replay_and_after_a_stop(tmp_path, compiled, precision):
+    parts = {"norm": "post", "positions": "sinusoidal", "dropout": 0.2}
+    config = DecoderConfig(vocabulary=11, width=16, layers=2, length=7, **parts)
     tokens = torch.randint(11, (4, 8), generator=torch.Generator().manual_seed(0)).cuda()
-    generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
-    model = SteadyDecoder(config, generators=generators, until=torch.tensor([4, 6])).cuda()
 
     def loss(model, step):
         model.tell(step)
         key = noise.key(torch.arange(2, device="cuda"), step)
         return model.surprisal(tokens[:, :-1], tokens[:, 1:], noise=key).mean((1, 2))
 
-    def record(model, step):
-        del step
-        with torch.no_grad():
-            own = model.activations(tokens[:, :-1], ["attention"])["attention"]
-        return {"attention": torch.stack([one.flatten(1) for one in own], dim=1)}
+    def train(stop=None):
+        generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
+        model = SteadyDecoder(config, generators=generators, until=torch.tensor([4, 6])).cuda()
 
-    rule, dims = Optimiser("adam", 1e-2), {"attention": ("layer", "number")}
-    options = {"record": record, "dims": dims, "compiled": compiled, "gradients": False, "precision": "highest"}
-    found = fit(model, loss, optimiser=rule, steps=10, **options)
+        def record(model, step):
+            if step == stop:
+                raise RuntimeError("stopped")
+            with torch.no_grad():
+                own = model.activations(tokens[:, :-1], ["attention"])["attention"]
+            return {"attention": torch.stack([one.flatten(1) for one in own], dim=1)}
+
+        dims, options = {"attention": ("layer", "number")}, {"compiled": compiled, "precision": precision}
+        return fit(
+            model, loss, optimiser=Optimiser("adam", 1e-2), steps=10, record=record, dims=dims, gradients=False,
+            checkpoints=tmp_path, save=range(10), **options,
+        )  # fmt: skip
+
+    for stop in (3, 5, 8):
+        with pytest.raises(RuntimeError, match="stopped"):
+            train(stop)
+    found = train()
     for seed, until in enumerate((4, 6)):
         own = found.attention.isel(seed=seed)
         moves = abs(own.diff("step", label="lower")).max(("layer", "number"))

@@ -43,17 +43,22 @@ class SteadyDecoder(Decoder):
     going: Bool[Tensor, " seed"]
 
     def __init__(
-        self, config: DecoderConfig, *, generators: Sequence[torch.Generator], until: Tensor, **options: Any
+        self,
+        config: DecoderConfig,
+        *,
+        generators: Sequence[torch.Generator],
+        until: Tensor | Sequence[int],
+        **options: Any,
     ) -> None:
         super().__init__(config, generators=generators, **options)
-        if until.shape != (len(generators),):
-            expected, got = f"one step for each of {len(generators)} seeds", tuple(until.shape)
+        until = torch.as_tensor(until)
+        if until.shape != (len(generators),) or until.is_floating_point():
+            expected, got = f"a whole number for each of {len(generators)} seeds", f"{until.dtype} {tuple(until.shape)}"
             raise InputError("until", expected, got, "give the step from which each seed is held")
         if config.attention == "uniform" or (self.positions is not None and self.positions.requires_grad):
+            expected = "attention that is computed, and positions that are not learned"
             got = f"{config.attention} attention, {config.positions} positions"
-            raise InputError(
-                "config", "attention that is computed, and positions that are not learned", got, "change it"
-            )
+            raise InputError("config", expected, got, "take trained attention, and sinusoidal or rotary positions")
         self.register_buffer("until", until, persistent=False)
         self.register_buffer("going", torch.ones_like(until, dtype=torch.bool))
         self.past = copy.deepcopy(self.layers).requires_grad_(False)
@@ -75,10 +80,9 @@ class SteadyDecoder(Decoder):
         given = []
         with torch.no_grad():
             x, keys = self.entrance(self._embed(tokens, self.past_embedding), positions, noise)
-            for number, (layer, key) in enumerate(zip(self.past, keys, strict=True)):
+            for layer, key, own in zip(self.past, keys, self._asking(asks), strict=True):
                 assert isinstance(layer, Layer)
-                own = asks if number + 1 == len(self.past) else asks.all
                 given.append(Given(self.going, *layer.asked(x, own)))
-                if number + 1 < len(self.past):
-                    x = layer(x, reach, asks=own, noise=key, skips=self._skips(number))
+                if len(given) < len(self.past):
+                    x = layer(x, reach, asks=own, noise=key, skips=self._skips(len(given) - 1))
         return given

@@ -520,8 +520,7 @@ class Decoder(nn.Module):
         kept.get("residual", []).append(x)
         reach = self._reach(x, multiplicity, asks)
         given = self._given(tokens, positions, noise, reach, asks)
-        for number, (layer, key) in enumerate(zip(self.layers, keys, strict=True)):
-            own = asks if number + 1 == len(self.layers) else asks.all
+        for number, (layer, key, own) in enumerate(zip(self.layers, keys, self._asking(asks), strict=True)):
             x = layer(x, reach, asks=own, noise=key, skips=self._skips(number), kept=kept, given=given[number])
         return x
 
@@ -531,6 +530,10 @@ class Decoder(nn.Module):
         """Return for each layer the queries and keys that do not come from it; here none."""
         del tokens, positions, noise, reach, asks
         return [None] * len(self.layers)
+
+    def _asking(self, asks: Asks) -> list[Asks]:
+        """Return who asks in each layer: all, for the next one needs them, but in the last."""
+        return [asks.all] * (len(self.layers) - 1) + [asks]
 
     def _skips(self, number: int) -> Float[Tensor, "seed 2"] | None:
         return None if self.skips is None else self.skips[:, number]

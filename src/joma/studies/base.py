@@ -89,6 +89,15 @@ def above(low: float) -> Expected:
     return Expected(math.nextafter(low, math.inf), math.inf, f"> {low:g}")
 
 
+def below(high: float) -> Expected:
+    """The measured value must be less than `high`.
+
+    >>> 0.0 in below(0.0), -1e-300 in below(0.0), below(0.0).text
+    (False, True, '< 0')
+    """
+    return Expected(-math.inf, math.nextafter(high, -math.inf), f"< {high:g}")
+
+
 def between(low: float, high: float) -> Expected:
     """The measured value must lie in [low, high].
 

@@ -20,9 +20,9 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from joma.arguments import InputError, choice, whole
-from joma.report.figure import band, canvas, letters, marker
+from joma.report.figure import COLOURS, band, canvas, letters, marker
 from joma.studies import language
-from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, only
+from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, above, at_most, below, only
 from joma.train.optimiser import Schedule
 
 ARMS = {
@@ -31,6 +31,7 @@ ARMS = {
     "steady": "attention weights held from the minimum",
     "frozen": "W_Q, W_K held from the start",
 }
+PLACES = {arm: place for place, arm in enumerate(ARMS)}  # of their colours
 KEPT = ("loss", "valid_loss", "entropy", "diverged")
 LEVEL = 0.95  # of the one-sided bounds over seeds
 
@@ -54,8 +55,9 @@ def run(config: Config, context: Context) -> xr.Dataset:
     depths = [whole("depths", depth) for depth in config.depths]
     if not depths or len({*depths}) < len(depths):
         raise InputError("depths", "different numbers of layers", config.depths, "give each depth once")
-    others = {name: what for name, what in ARMS.items() if name != "free"}
-    if len({choice("arms", arm, others) for arm in config.arms}) < len(config.arms):
+    if "free" in config.arms:
+        raise InputError("arms", "what is held beside the free run", config.arms, "leave `free` out: it is always run")
+    if len({choice("arms", arm, {**ARMS}) for arm in config.arms}) < len(config.arms):
         raise InputError("arms", "different arms", config.arms, "give each once")
     text, parts = language.read_text(config, context), []
     for depth in depths:
@@ -122,8 +124,22 @@ def loss_gap(run: xr.Dataset, depth: int, arm: str = "held") -> xr.DataArray:
     return only(end, arm=arm) - end.sel(arm="free")
 
 
+def gap_bound(run: xr.Dataset, depth: int, arm: str, side: int) -> float:
+    """The bound of an arm's gap; `Absent` where nothing was held, every minimum being at the last step."""
+    gap = loss_gap(run, depth, arm)
+    if bool((_held_from(only(run, depth=depth), depth, arm) >= run.step[-1]).all()):
+        raise Absent
+    return bound(gap, side)
+
+
+def _held_from(own: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
+    """The step from which each layer of an arm is held [seed, layer]; for the free run that of the arm `held`."""
+    hold = own.hold.isel(layer=slice(depth)).astype(int)
+    return {"steady": xr.zeros_like(hold) + own.turn.astype(int), "frozen": 0 * hold}.get(arm, hold)
+
+
 def bound(values: xr.DataArray, side: int) -> float:
-    """Student's one-sided bound on the mean over seeds, of level `LEVEL`; NaN for a single seed.
+    """Student's one-sided bound on the mean over seeds, of level `LEVEL`; NaN for a single seed, or with a lost one.
 
     >>> bound(xr.DataArray([1.0, 2.0, 3.0], dims="seed"), -1).round(3)
     np.float64(0.314)
@@ -131,15 +147,18 @@ def bound(values: xr.DataArray, side: int) -> float:
     count = values.sizes["seed"]
     if count < 2:
         return np.nan
-    error = values.std("seed", ddof=1) / np.sqrt(count)
-    return np.float64(values.mean("seed") + side * student.ppf(LEVEL, count - 1) * error)
+    error = values.std("seed", ddof=1, skipna=False) / np.sqrt(count)
+    return np.float64(values.mean("seed", skipna=False) + side * student.ppf(LEVEL, count - 1) * error)
 
 
 def recovery(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
-    """Entropy at the end less entropy at the step from which the held arm is held, mean over layers, per seed."""
+    """Entropy at the end less entropy at the minimum, from where it is held, mean over layers, per seed.
+
+    For the free run and the arm that was never free that is each layer's minimum in the free run.
+    """
     own = only(run, depth=depth).isel(layer=slice(depth))
     curve = only(own.entropy, arm=arm).mean("head")
-    then = curve.sel(step=own.hold.astype(int))
+    then = curve.sel(step=_held_from(own, depth, "steady" if arm == "steady" else "held"))
     return (curve.isel(step=-1) - then).mean("layer")
 
 
@@ -147,10 +166,10 @@ def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
     layers = "1 layer" if depth == 1 else f"{depth} layers"
     if depth == 1:
         said, ends = "In 1 layer the bounce only slows training", "a lower"
-        expected, side = at_most(0.0), 1
+        expected, side = below(0.0), 1
     else:
         said, ends = f"In {layers} the bounce lets a hierarchy be built", "a higher"
-        expected, side = at_least(0.0), -1
+        expected, side = above(0.0), -1
     paired = f"ends at {ends} loss (difference of paired runs, {LEVEL:.0%} bound over seeds)"
     held = {"held": ("loss", "with W_Q and W_K held at each layer's minimum"),
             "steady": ("steady", "with attention's weights themselves held at the minimum")}  # fmt: skip
@@ -159,8 +178,8 @@ def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
               f"The free run of {layers} falls and bounces back: how often noise alone rises as clearly, 1 unless "
               f"entropy, mean over layers, falls by {language.LEAST:.0%} of its start and comes back from there.",
               lambda run: language.chance(only(run.entropy, depth=depth, arm="free")), at_most(0.05), presets=presets),
-        *(Claim(f"{name}-{depth}", f"{said}: {how}, it {paired}.",
-                lambda run, arm=arm: bound(loss_gap(run, depth, arm), side), expected, presets=presets, seeds=2)
+        *(Claim(f"{name}-{depth}", f"{said}: {how}, the model {paired}.",
+                lambda run, arm=arm: gap_bound(run, depth, arm, side), expected, presets=presets, seeds=2)
           for arm, (name, how) in held.items()),
         Claim(f"prevented-{depth}",
               f"Holding W_Q and W_K of {layers} prevents most of the recovery of entropy: what is left of it.",
@@ -179,16 +198,17 @@ CLAIMS = (
 def draw_arms(run: xr.Dataset) -> Figure:
     """Draw for every depth entropy and validation loss of each arm, and the loss less the free run's."""
     figure, axes = canvas(3, run.sizes["depth"], width=3.5, height=2.2, sharex=True, sharey="row")
-    for column, depth in zip(axes.T, run.depth.values, strict=True):
+    for column, depth in zip(axes.T, run.depth.values.tolist(), strict=True):
         own = run.sel(depth=depth)
         for arm in run.arm.values.tolist():
-            curves, place = own.sel(arm=arm), [*ARMS].index(arm)
+            curves, place = own.sel(arm=arm), PLACES[arm]
             band(column[0], run.step, curves.entropy.mean(["layer", "head"]), place, ARMS[arm])
             band(column[1], run.step, curves.valid_loss, place)
             if arm != "free":
                 band(column[2], run.step, curves.valid_loss - own.valid_loss.sel(arm="free"), place)
-        for step in own.hold.values[~np.isnan(own.hold.values)]:
-            column[0].axvline(step, ymax=0.06, color="0.3", linewidth=1)
+        for arm in {"held", "steady"} & {*run.arm.values.tolist()}:
+            for step in np.unique(_held_from(own, depth, arm)):
+                column[0].axvline(step, ymax=0.06, color=COLOURS[PLACES[arm]], linewidth=1)
         column[0].set_title("1 layer" if depth == 1 else f"{depth} layers")
         column[2].axhline(0.0, color="0.3", linewidth=0.8)
         column[2].set_xlabel("step")
@@ -216,12 +236,12 @@ def draw_gaps(run: xr.Dataset) -> Figure:
     for index, arm in enumerate(others, start=1):
         gaps = [loss_gap(run, depth, arm) for depth in run.depth.values.tolist()]
         at = places + 0.16 * (index - (1 + len(others)) / 2)
-        axes[0, 0].plot(at, gaps, **marker([*ARMS].index(arm)))
+        axes[0, 0].plot(at, gaps, **marker(PLACES[arm]))
         axes[0, 0].vlines(at, [bound(gap, -1) for gap in gaps], [bound(gap, 1) for gap in gaps], color="0.6", zorder=0)
     for index, arm in enumerate(run.arm.values.tolist()):
         rises = [recovery(run, depth, arm) for depth in run.depth.values.tolist()]
         at = places + 0.16 * (index - (run.sizes["arm"] - 1) / 2)
-        lines = axes[0, 1].plot(at, rises, **marker([*ARMS].index(arm)))
+        lines = axes[0, 1].plot(at, rises, **marker(PLACES[arm]))
         lines[0].set_label(ARMS[arm])
     axes[0, 0].set(ylabel="loss − free run's", title="Loss")
     axes[0, 1].set(ylabel="entropy regained (nats)", title="Recovery")
@@ -242,13 +262,13 @@ STUDY = Study(
         "Each model is trained several times from the same start, on the same text and with the same dropout: freely; "
         "with W_Q and W_K of each layer held from the recorded step on at which that layer's entropy was least in the "
         "free run of the same seed; and with attention's weights held from the step on at which entropy's mean over "
-        "layers was least. Until then all are the same. What is compared are paired differences, seed by seed, with "
+        "layers was least. Until then these are the same. What is compared are paired differences, seed by seed, with "
         "Student's one-sided bounds on their mean. Where W_Q and W_K alone are held, embeddings and what lower layers "
         "write still move attention, and its entropy can recover by them; the claims `prevented` say how much of it "
         "does. Where the weights are held, queries and keys come from a copy of the model that stands still and reads "
         "the same text. Held parameters are left out of the gradient's norm when it is clipped. The minimum is the "
-        "least of the recorded points, noise included; where it is near the end, holding changes little. The last arm, "
-        "W_Q and W_K held from the start, shows what training attention is worth at all."
+        "least of the recorded points, noise included; where it is near the end, holding changes little. At the preset "
+        "paper the arm `frozen`, W_Q and W_K held from the start, shows what training attention is worth at all."
     ),
     version=2,
     presets={
@@ -272,14 +292,14 @@ STUDY = Study(
         "arms": Drawing(
             draw_arms,
             "Entropy (mean over layers), validation loss, and the loss less that of the free run from the same start, "
-            "by layers. Lines: mean over seeds; bands from the least to the greatest. Ticks on the axis of entropy: "
-            "the steps from which layers are held, all seeds. The loss is cut off above.",
+            "by layers. Lines: mean over seeds; bands from the least to the greatest. Ticks on the axis of entropy, in "
+            "the arm's colour: the steps from which its layers are held, all seeds. The loss is cut off above.",
         ),
         "gaps": Drawing(
             draw_gaps,
             "(a) Validation loss at the end less that of the free run from the same start, each seed a point; grey: "
             "one-sided 95 % bounds on the mean over seeds, above and below. (b) Entropy at the end less entropy at "
-            "the step from which the held arm is held, mean over layers.",
+            "the minimum, from which it is held, mean over layers.",
         ),
     },
 )

@@ -204,7 +204,7 @@ def train(
         label: under which progress is reported and checkpoints are kept.
         rates: learning rates, each of which is given to all seeds; one axis more, `rate`, if there is any.
         schedules: factors of the rate, as of `Optimiser`; one for each seed, and for each rate before that.
-        hold: the step from which each seed's attention weights are held, as of `SteadyDecoder`.
+        hold: the step from which each seed's attention weights are held, as of `SteadyDecoder`; not with `rates`.
         probe: from the model to further measures [seed, ...], named by `dims`.
         dims: names of the axes of the further measures, after the seed's.
 
@@ -220,7 +220,7 @@ def train(
     if hold is None:
         model = Decoder(config, generators=generators)
     else:
-        model = SteadyDecoder(config, generators=generators, until=torch.as_tensor(hold).repeat(copies))
+        model = SteadyDecoder(config, generators=generators, until=torch.as_tensor(hold))
 
     def loss(model: Decoder, step: Tensor) -> Float[Tensor, " seed"]:
         if isinstance(model, SteadyDecoder):
