@@ -206,9 +206,10 @@ def draw_arms(run: xr.Dataset) -> Figure:
             band(column[1], run.step, curves.valid_loss, place)
             if arm != "free":
                 band(column[2], run.step, curves.valid_loss - own.valid_loss.sel(arm="free"), place)
-        for arm in {"held", "steady"} & {*run.arm.values.tolist()}:
+        for row, arm in enumerate(arm for arm in ("held", "steady") if arm in run.arm.values):
             for step in np.unique(_held_from(own, depth, arm)):
-                column[0].axvline(step, ymax=0.06, color=COLOURS[PLACES[arm]], linewidth=1)
+                low, high = 0.06 * row, 0.06 * (row + 1)
+                column[0].axvline(step, low, high, color=COLOURS[PLACES[arm]], linewidth=1.5)
         column[0].set_title("1 layer" if depth == 1 else f"{depth} layers")
         column[2].axhline(0.0, color="0.3", linewidth=0.8)
         column[2].set_xlabel("step")
