@@ -15,9 +15,11 @@ from joma.studies.learning_rates import (
     bounces,
     cost,
     draw_entropy,
+    draw_layers,
     draw_rates,
     hastening,
     kept,
+    measured_in,
     run,
 )
 
@@ -42,7 +44,7 @@ def made_up(shapes, losses, *, noise=0.01, seeds=3, layers=1):
     loss = np.tile(np.array(losses, float)[:, None, None], (1, seeds, len(STEPS)))
     made = xr.Dataset({"entropy": entropy, "valid_loss": (("rate", "seed", "step"), loss)})
     made = made.assign_coords(rate=[*shapes], seed=range(seeds), step=STEPS)
-    return made.merge(bounces(made.entropy))
+    return measured_in(made)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +85,48 @@ def test_the_minimum_comes_sooner_as_one_over_the_rate(known):
     assert np.isnan(hastening(known.sel(rate=[1e-4, 2e-3, 1e-1])))
 
 
+def apart(rates, turns):
+    """A run of two layers: one falls to the end; the other is least at step `turns` / rate, its recovery as large."""
+    rng = np.random.default_rng(1)
+    falls = [2.5 - 0.9 * STEPS / 1000 for _ in rates]
+    comes = [2.0 + 0.7 * abs(np.minimum(STEPS * rate / turns, 2.0) - 1.0) for rate in rates]
+    clean = np.stack([falls, comes], axis=-1)[:, None, :, :, None]
+    entropy = xr.DataArray(clean + 0.005 * rng.standard_normal((len(rates), 3, len(STEPS), 2, 1)),
+                           dims=("rate", "seed", "step", "layer", "head"))  # fmt: skip
+    loss = xr.zeros_like(entropy.isel(layer=0, head=0)) + 5.0
+    made = xr.Dataset({"entropy": entropy, "valid_loss": loss})
+    return measured_in(made.assign_coords(rate=[*rates], seed=range(3), step=STEPS, layer=[0, 1], head=[0]))
+
+
+def test_a_layer_that_comes_back_is_seen_where_the_mean_hides_it():
+    made = apart((1e-4, 2e-4), turns=0.02)  # steps 200 and 100, of 1,000
+    assert float(made.layer_bounce.sel(layer=0).max()) == 0
+    np.testing.assert_allclose(made.layer_bounce.sel(layer=1), 0.7 / 2.7, atol=0.02)
+    np.testing.assert_allclose(made.layer_turn.sel(layer=1).mean("seed"), [200, 100], atol=20)
+    found = verdicts(made, "paper")
+    assert found["bounces-1e-4"] == "does not hold"
+    assert found["layer-1e-4"] == found["layer-sooner"] == "holds"
+    np.testing.assert_allclose(hastening(made, "layer_bounce", "layer_turn"), -1, atol=0.2)
+    assert draw_layers(made).axes
+
+
+def test_layers_have_levels_of_their_own():
+    """Two layers whose minima are at 0.1/rate and 0.4/rate, at other rates each: through all points it is no slope."""
+    one, other = apart((1e-3, 2e-3, 4e-3), turns=0.1), apart((1e-3, 2e-3, 4e-3), turns=0.4)
+    both = xr.concat([one.sel(layer=1), other.sel(layer=1)], "layer")
+    both["layer_bounce"] = both.layer_bounce.where(
+        (both.rate == 2e-3) | ((both.rate < 2e-3) == xr.DataArray([True, False], dims="layer"))
+    )
+    np.testing.assert_allclose(hastening(both, "layer_bounce", "layer_turn"), -1, atol=0.25)
+    one_level = both[["layer_bounce", "layer_turn"]].isel(seed=0, drop=True).rename(layer="seed")
+    assert hastening(one_level, "layer_bounce", "layer_turn") > -0.2
+
+
 def test_claims_hold_on_the_expected_course_alone(known):
-    expected = {claim.name: "holds" for claim in CLAIMS} | {"bounces-1e-4": "does not hold"}  # it only falls
+    expected = {claim.name: "holds" for claim in CLAIMS} | dict.fromkeys(
+        ("bounces-1e-4", "layer-1e-4"),
+        "does not hold",  # it only falls
+    )
     assert verdicts(known, "paper") == expected
     assert best(known) == 2e-3
     np.testing.assert_allclose(cost(known), 1.5)

@@ -290,20 +290,23 @@ def _entropy(attention: Float[Tensor, "seed sample head query key"]) -> Float[Te
     return found
 
 
-def bounces(entropy: xr.DataArray) -> xr.Dataset:
-    """Measure the bounce of the mean over layers and heads of entropy [..., step, layer, head].
+def bounces(entropy: xr.DataArray, *, each_layer: bool = False) -> xr.Dataset:
+    """Measure the bounce of the mean over layers and heads of entropy [..., step, layer, head], or of each layer.
 
         bounce = min(start − least, end − least − chance) / start,   0 unless p ≤ `SURE`
+
+    Where each of n layers is asked p must not exceed `SURE`/n, so that one in a hundred models has one by noise.
 
     Returns:
         `bounce`, `least`, `turn` (the step of the minimum), `fall`, `recovery`, `chance` (the recovery of noise on a
         curve that never rises) and `p_value`, each over the axes left.
     """
-    curve = entropy.mean(("layer", "head")).transpose(..., "step")
+    sure = SURE / entropy.sizes["layer"] if each_layer else SURE
+    curve = entropy.mean("head" if each_layer else ("layer", "head")).transpose(..., "step")
     found = measure_bounce(curve.step, curve)
     size = np.minimum(found.depth, found.recovery - found.chance) / found.start
     fields = {
-        "bounce": np.where(found.p_value <= SURE, np.maximum(size, 0.0), 0.0),
+        "bounce": np.where(found.p_value <= sure, np.maximum(size, 0.0), 0.0),
         "least": found.least,
         "turn": found.step,
         "fall": found.depth,

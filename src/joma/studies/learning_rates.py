@@ -35,7 +35,13 @@ def run(config: Config, context: Context) -> xr.Dataset:
     layers, text = whole("layers", config.layers), language.read_text(config, context)
     label = f"learning-rates, {layers} layers"
     found = language.train(config, context, text, layers=layers, label=label, rates=sorted(rates))
-    return found.merge(bounces(found.entropy))
+    return measured_in(found)
+
+
+def measured_in(found: xr.Dataset) -> xr.Dataset:
+    """Add the bounce of entropy's mean over layers, and that of each layer (`layer_bounce`, `layer_turn`)."""
+    layers = bounces(found.entropy, each_layer=True)[["bounce", "turn"]]
+    return found.merge(bounces(found.entropy)).merge(layers.rename(bounce="layer_bounce", turn="layer_turn"))
 
 
 def kept(run: xr.Dataset) -> xr.DataArray:
@@ -54,14 +60,18 @@ def best(run: xr.Dataset) -> float:
     return float(final_loss(run).mean("seed").idxmin("rate"))
 
 
-def hastening(run: xr.Dataset) -> float:
-    """Slope of ln(step of the minimum) over ln(rate) where attention bounces; NaN unless it does at two rates."""
-    there = run.bounce.transpose("rate", "seed").values >= LEAST
-    rates, turns = (np.broadcast_to(run.rate.values[:, None], there.shape)[there],
-                    run.turn.transpose("rate", "seed").values[there])  # fmt: skip
-    if len({*rates}) < 2:
-        return np.nan
-    return float(np.polyfit(np.log(rates), np.log(turns), 1)[0])
+def hastening(run: xr.Dataset, bounce: str = "bounce", turn: str = "turn") -> float:
+    """Slope of ln(step of the minimum) over ln(rate) where attention bounces; NaN unless it does at two rates.
+
+    Of layers it is one slope through all, each from a level of its own; NaN unless one does so at two rates.
+    """
+    there = run[bounce] >= LEAST
+    parts = run.rate.broadcast_like(run[turn]).where(there), run[turn].where(there & (run[turn] > 0))
+    rate, step = (xr.DataArray(np.log(own)) for own in parts)
+    within = [axis for axis in ("rate", "seed") if axis in there.dims]
+    rate, step = rate - rate.mean(within), step - step.mean(within)
+    spread = float((rate**2).sum())
+    return float((rate * step).sum()) / spread if spread > 1e-12 else np.nan
 
 
 def cost(run: xr.Dataset) -> xr.DataArray:
@@ -70,12 +80,12 @@ def cost(run: xr.Dataset) -> xr.DataArray:
     return loss.sel(rate=run.rate.max(), drop=True) - loss.sel(rate=best(run), drop=True)
 
 
-def at_theirs(run: xr.Dataset) -> xr.DataArray:
+def at_theirs(run: xr.Dataset, bounce: str = "bounce") -> xr.DataArray:
     """The bounce at the paper's rate, per seed; `Absent` where it was not trained."""
     there = np.isclose(run.rate, THEIRS, rtol=1e-3, atol=0.0)
     if not there.any():
         raise Absent
-    return run.bounce.isel(rate=int(there.argmax()))
+    return run[bounce].isel(rate=int(there.argmax()))
 
 
 _BOUNCE = f"less of fall and recovery beyond chance, over the start, 0 unless p ≤ {SURE:g}"
@@ -95,6 +105,14 @@ CLAIMS = (
         presets=("paper",),
     ),
     Claim(
+        "layer-1e-4",
+        f"Layers apart, as the paper draws them: at its rate, 1e-4, one falls and bounces back (the same of the layer "
+        f"that does most, 0 unless p ≤ {SURE:g} over the number of layers).",
+        lambda run: at_theirs(run, "layer_bounce").max("layer"),
+        at_least(LEAST),
+        presets=("paper",),
+    ),
+    Claim(
         "slow",
         "At the lowest rate it does not yet bounce by the end (the same measure).",
         lambda run: run.bounce.sel(rate=run.rate.min(), drop=True),
@@ -105,6 +123,13 @@ CLAIMS = (
         "The higher the rate, the sooner the minimum: slope of ln step over ln rate among the runs that bounce. "
         "The flow's clock is rate times step, a slope of −1; that half of it will do is our choice.",
         hastening,
+        at_most(-0.5),
+        presets=("paper",),
+    ),
+    Claim(
+        "layer-sooner",
+        "So it is layer by layer: the same slope among the layers that bounce, each from a level of its own.",
+        lambda run: hastening(run, "layer_bounce", "layer_turn"),
         at_most(-0.5),
         presets=("paper",),
     ),
@@ -172,16 +197,38 @@ def draw_rates(run: xr.Dataset) -> Figure:
     return figure
 
 
+def draw_layers(run: xr.Dataset) -> Figure:
+    """Draw the bounce of every layer at every rate, mean over seeds, and the step of the minimum where it is one."""
+    figure, axes = canvas(1, 2, width=4.2, height=max(2.7, 0.9 + 0.3 * run.sizes["layer"]))
+    shown = run.layer_bounce.mean("seed").transpose("layer", "rate")
+    image = axes[0, 0].imshow(shown, cmap="cividis", vmin=0, aspect="auto")
+    figure.colorbar(image, ax=axes[0, 0], label="bounce (share of the start)")
+    axes[0, 0].grid(visible=False)
+    axes[0, 0].set_xticks(range(run.sizes["rate"]), [f"{rate:.3g}" for rate in run.rate.values], rotation=45)
+    axes[0, 0].set_yticks(range(run.sizes["layer"]))
+    axes[0, 0].set(xlabel="learning rate", ylabel="layer")
+    for layer in range(run.sizes["layer"]):
+        own = run.isel(layer=layer)
+        turns = own.layer_turn.where(own.layer_bounce >= LEAST).stack(one=("rate", "seed")).dropna("one")
+        measured(axes[0, 1], turns.rate, np.asarray(turns) + 1, layer, f"layer {layer}")
+    axes[0, 1].set(xscale="log", yscale="log", xlabel="learning rate", ylabel="step of the minimum + 1")
+    axes[0, 1].set_xlim(0.7 * float(run.rate.min()), 1.4 * float(run.rate.max()))
+    axes[0, 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    letters(axes)
+    return figure
+
+
 STUDY = Study(
     name="learning-rates",
     title="Too slow to bounce, a bounce, a collapse: attention by learning rate",
     source="JoMA, the figure of learning rates on WikiText-2 (arXiv 2310.00535)",
     about=(
         "One language model is trained at rates from far too low to far too high, every seed with the same start, text "
-        "and dropout at each. A bounce is judged on entropy's mean over layers, against a curve that never rises with "
-        "noise of the size seen; a collapse on the layer that has least entropy left. The seven rates of the paper "
-        "preset are evenly spaced in their logarithm, which is our choice. The quick preset has two layers "
-        "and three rates, and reads its small text less than twice, where the paper reads its own twenty times."
+        "and dropout at each. A bounce is judged on entropy's mean over layers, and of each layer by itself, against a "
+        "curve that never rises with noise of the size seen; a collapse on the layer that has least entropy left. The "
+        "seven rates of the paper preset are evenly spaced in their logarithm, which is our choice. The quick preset "
+        "has two layers and three rates, and reads its small text less than twice, where the paper reads its own "
+        "twenty times."
     ),
     version=2,
     presets={
@@ -201,6 +248,11 @@ STUDY = Study(
             "By learning rate, mean and range over seeds: (a) the bounce and the entropy that is left at the end in "
             "the sparsest layer, thin lines the thresholds of a bounce and of a collapse; (b) the step at which "
             "entropy, mean over layers, is least, one point a seed where it falls; (c) validation loss at the end.",
+        ),
+        "layers": Drawing(
+            draw_layers,
+            "(a) The bounce of each layer's entropy by learning rate, mean over seeds; 0 where noise would rise as "
+            "clearly. (b) The step at which a layer's entropy is least, one point a seed where it bounces.",
         ),
     },
     threads=1,
