@@ -1,4 +1,7 @@
 import json
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -90,6 +93,28 @@ def test_a_missing_trajectory_is_named(tmp_path):
     (run.path / TRAJECTORY).unlink()
     with pytest.raises(StorageError, match=r"trajectory\.nc is missing"):
         read_claims(run.path)
+
+
+def test_a_trajectory_that_the_disk_has_no_room_for_is_one_clear_error(tmp_path):
+    """A real refusal by the kernel in mid-write; HDF5 by itself would end the process with a crash, after the error."""
+    script = textwrap.dedent(
+        f"""
+        import pathlib, resource, numpy, xarray
+        from joma.files import StorageError
+        from joma.runs import write_trajectory
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        data = xarray.Dataset({{f"v{{n}}": ("x", numpy.random.default_rng(n).normal(size=2000)) for n in range(5)}})
+        try:
+            write_trajectory(pathlib.Path({str(tmp_path)!r}) / "a.nc", data)
+        except StorageError as problem:
+            print(problem)
+            raise SystemExit(7)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert "File too large" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_of_another_run_is_refused_and_kept(tmp_path):
