@@ -6,7 +6,7 @@ turns it into one line and exit code 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -130,6 +130,19 @@ def choice(name: str, value: str, table: Mapping[str, T]) -> T:
     if isinstance(value, str) and value in table:
         return table[value]
     raise InputError(name, f"one of {', '.join(table)}", repr(value), _nearest(value, list(table)))
+
+
+def distinct(name: str, values: Sequence[T], *, least: int = 1) -> list[T]:
+    """Return `values` as a list, if there are at least so many and none comes twice.
+
+    >>> distinct("depths", (1, 2, 1))
+    Traceback (most recent call last):
+    joma.arguments.InputError: `depths` must be at least 1 value, each once, got (1, 2, 1); give each value once.
+    """
+    if len(values) < least or len({*values}) < len(values):
+        expected = f"at least {least} value{'s' * (least != 1)}, each once" if least else "different values"
+        raise InputError(name, expected, values or "none", "give each value once")
+    return list(values)
 
 
 def _nearest(value: object, known: list[str]) -> str:

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from joma.arguments import InputError
 from joma.models.transformer import Asks, Decoder, DecoderConfig, Given, Layer, Maybe
+from joma.tensors import as_tensor
 
 
 class SteadyDecoder(Decoder):
@@ -47,20 +49,20 @@ class SteadyDecoder(Decoder):
         config: DecoderConfig,
         *,
         generators: Sequence[torch.Generator],
-        until: Tensor | Sequence[int],
+        until: ArrayLike | Tensor,
         **options: Any,
     ) -> None:
         super().__init__(config, generators=generators, **options)
-        until = torch.as_tensor(until)
-        if until.shape != (len(generators),) or until.is_floating_point():
-            expected, got = f"a whole number for each of {len(generators)} seeds", f"{until.dtype} {tuple(until.shape)}"
-            raise InputError("until", expected, got, "give the step from which each seed is held")
+        expected, remedy = f"a whole number for each of {len(generators)} seeds", "give the step each is held from"
+        steps = as_tensor("until", until, expected=expected, remedy=remedy)
+        if steps.shape != (len(generators),) or steps.is_floating_point():
+            raise InputError("until", expected, f"{steps.dtype} {tuple(steps.shape)}", remedy)
         if config.attention == "uniform" or (self.positions is not None and self.positions.requires_grad):
             expected = "attention that is computed, and positions that are not learned"
             got = f"{config.attention} attention, {config.positions} positions"
             raise InputError("config", expected, got, "take trained attention, and sinusoidal or rotary positions")
-        self.register_buffer("until", until, persistent=False)
-        self.register_buffer("going", torch.ones_like(until, dtype=torch.bool))
+        self.register_buffer("until", steps, persistent=False)
+        self.register_buffer("going", torch.ones_like(steps, dtype=torch.bool))
         self.past = copy.deepcopy(self.layers).requires_grad_(False)
         self.past_embedding = nn.Parameter(self.embedding.detach().clone(), requires_grad=False)
 
@@ -69,9 +71,8 @@ class SteadyDecoder(Decoder):
         """Take note of how many updates there were; up to `until` the copy follows the decoder."""
         self.going.copy_(step < self.until)
         follows = step <= self.until
-        own = {**dict(self.past.named_parameters()), "": self.past_embedding}
-        for name, past in own.items():
-            now = self.layers.get_parameter(name) if name else self.embedding
+        pairs = zip(self.past.parameters(), self.layers.parameters(), strict=True)
+        for past, now in ((self.past_embedding, self.embedding), *pairs):
             torch.where(follows.view(-1, *(1,) * (past.ndim - 1)), now.to(past.dtype), past, out=past)
 
     def _given(

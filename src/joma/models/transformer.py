@@ -283,10 +283,9 @@ class Attention(nn.Module):
         """Return [seed, sample, query, width]; `reach` is added to the scores."""
         reach, short = asks.of(reach, dim=-2), given is None and self._short(x, reach, noise, kept)
         biases = self._biases() if short and self.turns is None else None  # turned they are not added any more
-        query, key, value = self._projected(asks.of(x, dim=2), x, biased=biases is None)
-        if query is not None and key is not None:
-            query, key = self._turned(query, asks), self._turned(key, asks.all)
-            query, key = (query, key) if given is None else given.instead(query, key)
+        query, key, value = self._projected(x, asks, biased=biases is None)
+        if query is not None and key is not None and given is not None:
+            query, key = given.instead(query, key)
         if short and query is not None and key is not None:
             query, key = query.to(value.dtype), key.to(value.dtype)
             mixed = short_attention(query, key, value, reach, heads=self.heads, biases=biases)
@@ -298,11 +297,11 @@ class Attention(nn.Module):
         return self.drop(mixed if self.projection is None else self.projection(mixed), noise, "attention")
 
     def asked(self, x: Stream, asks: Asks) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys, turned where positions turn them; there are none where attention is uniform."""
-        query, key, _ = self._projected(asks.of(x, dim=2), x, biased=True)
+        """Return the queries and keys; there are none where attention is uniform."""
+        query, key, _ = self._projected(x, asks, biased=True)
         assert query is not None
         assert key is not None
-        return self._turned(query, asks), self._turned(key, asks.all)
+        return query, key
 
     def _short(self, x: Stream, reach: Tensor, noise: Maybe, kept: Kept) -> bool:
         """Whether no weights are asked for, nothing is done to them, and there is a kernel for so few positions."""
@@ -314,18 +313,24 @@ class Attention(nn.Module):
         parts: list[Tensor] = [bias for bias in found if bias is not None]
         return torch.stack(parts) if parts else None
 
-    def _projected(self, asking: Tensor, x: Stream, *, biased: bool) -> tuple[Maybe, Maybe, Stream]:
-        """Return queries, keys and values; no queries and keys where attention is uniform."""
+    def _projected(self, x: Stream, asks: Asks, *, biased: bool) -> tuple[Maybe, Maybe, Stream]:
+        """Return queries and keys, turned by their positions, and values; only these where attention is uniform."""
         if self.query is None or self.key is None:
             return None, None, self.value(x)
-        parts = (self.query, self.key, self.value)
+        asking = asks.of(x, dim=2)
         if asking is not x or not x.is_cuda or self.value.weight.dtype.itemsize == 2:
-            return self.query(asking, biased=biased), self.key(x, biased=biased), self.value(x, biased=biased)
-        # One product instead of three; joining the weights costs nothing where they are cast to half precision anyway.
-        weight = torch.cat([part.weight for part in parts], dim=-1)
-        bias: list[Tensor] = [part.bias for part in parts if part.bias is not None and biased]
-        query, key, value = _affine(x, weight, torch.cat(bias, dim=-1) if bias else None).chunk(3, dim=-1)
-        return query, key, value
+            query, key, value = (
+                self.query(asking, biased=biased),
+                self.key(x, biased=biased),
+                self.value(x, biased=biased),
+            )
+        else:
+            # One product instead of three; joining the weights costs nothing where they are cast to half precision.
+            parts = (self.query, self.key, self.value)
+            weight = torch.cat([part.weight for part in parts], dim=-1)
+            bias: list[Tensor] = [part.bias for part in parts if part.bias is not None and biased]
+            query, key, value = _affine(x, weight, torch.cat(bias, dim=-1) if bias else None).chunk(3, dim=-1)
+        return self._turned(query, asks), self._turned(key, asks.all), value
 
     def _weights(
         self, query: Maybe, key: Maybe, reach: Tensor, x: Stream

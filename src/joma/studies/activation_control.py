@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
 
-from joma.arguments import InputError, choice, whole
+from joma.arguments import choice, distinct, whole
 from joma.models.block import ACTIVATIONS
 from joma.report.figure import band, canvas, letters, measured
 from joma.studies import language
@@ -34,11 +34,9 @@ class Config(language.Setting):
 
 def run(config: Config, context: Context) -> xr.Dataset:
     """Train a model with each activation: the same start, text and dropout for a seed in all of them."""
-    names = config.activations
+    names = distinct("activations", config.activations)
     for name in names:
         choice("activations", name, ACTIVATIONS)
-    if not names or len({*names}) < len(names):
-        raise InputError("activations", "different activations", names, "give each once, e.g. linear,relu")
     layers, text = whole("layers", config.layers), language.read_text(config, context)
     parts = [
         language.train(

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from joma import schedule
-from joma.arguments import InputError, whole
+from joma.arguments import distinct, whole
 from joma.data.combinations import Collapsed, Combinations, CombinationTree, minibatch_counts
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.alignment import latent_alignment, mean_alignment
@@ -87,9 +87,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 def _check(config: Config) -> None:
     for name in ("classes", "children", "latents"):
-        values = getattr(config, name)
-        if not values or len(set(values)) < len(values):
-            raise InputError(name, "one or more values, each once", values or "none", "give each value once")
+        distinct(name, getattr(config, name))
     whole("layers", config.layers, low=2)  # hidden units of layer s are compared with latents s = 0 and 1
     whole("records", config.records, low=2)
 

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student
 from torch import Tensor
 
-from joma.arguments import InputError, choice, whole
+from joma.arguments import InputError, choice, distinct, whole
 from joma.report.figure import COLOURS, band, canvas, letters, marker
 from joma.studies import language
 from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, above, at_most, below, only
@@ -52,13 +52,11 @@ def run(config: Config, context: Context) -> xr.Dataset:
     The free run is one that is held after its last step: with the same patterns in every arm, sums are taken in the
     same order, and on the CPU the arms agree in every bit until they must differ.
     """
-    depths = [whole("depths", depth) for depth in config.depths]
-    if not depths or len({*depths}) < len(depths):
-        raise InputError("depths", "different numbers of layers", config.depths, "give each depth once")
+    depths = [whole("depths", depth) for depth in distinct("depths", config.depths)]
     if "free" in config.arms:
         raise InputError("arms", "what is held beside the free run", config.arms, "leave `free` out: it is always run")
-    if len({choice("arms", arm, {**ARMS}) for arm in config.arms}) < len(config.arms):
-        raise InputError("arms", "different arms", config.arms, "give each once")
+    for arm in distinct("arms", config.arms, least=0):
+        choice("arms", arm, ARMS)
     text, parts = language.read_text(config, context), []
     for depth in depths:
         never = np.full((len(context.seeds), depth), config.steps)

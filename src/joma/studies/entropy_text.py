@@ -12,7 +12,7 @@ import xarray as xr
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from joma.arguments import InputError, whole
+from joma.arguments import distinct, whole
 from joma.report.figure import COLOURS, LINES, band, canvas, letters
 from joma.studies import language
 from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, near, only
@@ -34,9 +34,7 @@ class Config(language.Setting):
 
 def run(config: Config, context: Context) -> xr.Dataset:
     """Train a model of each depth, all seeds at once."""
-    if not config.depths or len(set(config.depths)) < len(config.depths):
-        raise InputError("depths", "different numbers of layers", config.depths, "give each once, e.g. 1,2,5,10")
-    depths = [whole("depths", depth) for depth in config.depths]
+    depths = [whole("depths", depth) for depth in distinct("depths", config.depths)]
     text = language.read_text(config, context)
     parts = [
         language.train(config, context, text, layers=depth, label=f"entropy-text, {depth} layers") for depth in depths

@@ -220,7 +220,7 @@ def train(
     if hold is None:
         model = Decoder(config, generators=generators)
     else:
-        model = SteadyDecoder(config, generators=generators, until=torch.as_tensor(hold))
+        model = SteadyDecoder(config, generators=generators, until=hold)
 
     def loss(model: Decoder, step: Tensor) -> Float[Tensor, " seed"]:
         if isinstance(model, SteadyDecoder):

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import xarray as xr
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from joma.arguments import InputError, positive, whole
+from joma.arguments import distinct, positive, whole
 from joma.report.figure import COLOURS, band, canvas, letters, measured
 from joma.studies import language
 from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most
@@ -29,9 +30,7 @@ class Config(language.Setting):
 
 def run(config: Config, context: Context) -> xr.Dataset:
     """Train all rates and seeds at once: at each rate a seed has the same start, text and dropout."""
-    rates = [float(rate) for rate in positive("rates", config.rates, ndim=1)]
-    if len({*rates}) < len(rates):
-        raise InputError("rates", "different rates", config.rates, "give each once")
+    rates = distinct("rates", [float(rate) for rate in positive("rates", config.rates, ndim=1)])
     layers, text = whole("layers", config.layers), language.read_text(config, context)
     label = f"learning-rates, {layers} layers"
     found = language.train(config, context, text, layers=layers, label=label, rates=sorted(rates))
@@ -183,11 +182,9 @@ def draw_rates(run: xr.Dataset) -> Figure:
     axes[0, 0].legend(loc="upper left")
     there, fell = run.bounce >= LEAST, run.fall >= LEAST * (run.fall + run.least)
     for place, (kind, chosen) in enumerate({"bounces": there, "falls only": fell & ~there}.items()):
-        turns = run.turn.where(chosen).stack(one=("rate", "seed")).dropna("one")
-        if turns.size:
-            measured(axes[0, 1], turns.rate, np.asarray(turns) + 1, 1 - place, kind)
+        if chosen.any():
+            _draw_turns(axes[0, 1], run.turn.where(chosen), 1 - place, kind)
             axes[0, 1].legend()
-    axes[0, 1].set(ylabel="step of the minimum + 1", yscale="log")
     loss = final_loss(run).where(np.isfinite(final_loss(run)))
     measured(axes[0, 2], run.rate, loss.transpose("rate", "seed"), 0, linestyle="-")
     axes[0, 2].set(ylabel="validation loss at the end (nats)")
@@ -195,6 +192,13 @@ def draw_rates(run: xr.Dataset) -> Figure:
         panel.set(xscale="log", xlabel="learning rate")
     letters(axes)
     return figure
+
+
+def _draw_turns(panel: Axes, turn: xr.DataArray, place: int, label: str) -> None:
+    """Draw steps of minima [rate, seed] against the rate, a point each; NaN is left out."""
+    points = turn.stack(one=("rate", "seed")).dropna("one")
+    measured(panel, points.rate, np.asarray(points) + 1, place, label)
+    panel.set(ylabel="step of the minimum + 1", yscale="log")
 
 
 def draw_layers(run: xr.Dataset) -> Figure:
@@ -209,9 +213,8 @@ def draw_layers(run: xr.Dataset) -> Figure:
     axes[0, 0].set(xlabel="learning rate", ylabel="layer")
     for layer in range(run.sizes["layer"]):
         own = run.isel(layer=layer)
-        turns = own.layer_turn.where(own.layer_bounce >= LEAST).stack(one=("rate", "seed")).dropna("one")
-        measured(axes[0, 1], turns.rate, np.asarray(turns) + 1, layer, f"layer {layer}")
-    axes[0, 1].set(xscale="log", yscale="log", xlabel="learning rate", ylabel="step of the minimum + 1")
+        _draw_turns(axes[0, 1], own.layer_turn.where(own.layer_bounce >= LEAST), layer, f"layer {layer}")
+    axes[0, 1].set(xscale="log", xlabel="learning rate")
     axes[0, 1].set_xlim(0.7 * float(run.rate.min()), 1.4 * float(run.rate.max()))
     axes[0, 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     letters(axes)
