@@ -20,11 +20,12 @@ from joma.progress import SILENT
 
 LARGE = 103_000_000  # tokens of WikiText-103's training split
 MEASURE = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from joma.data.text import corpus
 text = corpus(sys.argv[1], cache=sys.argv[2])
-print(len(text.train), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""  # on Linux in KiB
+print(len(text.train), re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+"""  # in KiB; unlike getrusage's, this figure does not begin at that of the process which started it
 
 
 def rows() -> Iterator[tuple[str, str, str, bool]]:
