@@ -46,6 +46,15 @@ def test_jacobian_is_the_derivative_of_the_velocity(name, noise, seed):
     np.testing.assert_allclose(exact, quotient, atol=1e-5 * (1 + np.abs(exact).max()) * (1 + norm**-2))
 
 
+def principal_axes(away, rise):
+    """Both ways along the axes of the quadratic that fits best: a narrow cone in which it falls escapes chance."""
+    products = np.einsum("ni,nj->nij", away, away).reshape(len(away), -1)
+    form = np.linalg.lstsq(products, rise)[0].reshape(away.shape[1], -1)
+    axes = np.linalg.eigh(form + form.T)[1].T
+    axes = axes[np.linalg.norm(away @ axes.T, axis=0) > 1e-6]  # none across the sphere
+    return np.concatenate([axes, -axes])
+
+
 @pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=3)
@@ -59,11 +68,18 @@ def test_what_is_found_is_critical_and_told_apart_by_its_neighbourhood(name, flo
         rest = velocity(unit, point, flow=flow, decay=decay)
         assert np.abs(rest).max() < 1e-8
         np.testing.assert_allclose(cosine, unit.centres @ point / np.linalg.norm(point), atol=1e-12)
-        around = point + 1e-3 * np.linalg.norm(point) * generator.normal(size=(400, len(point)))
+        away = generator.normal(size=(400, len(point)))
         if flow == "sphere":
             np.testing.assert_allclose(np.linalg.norm(point), 1, rtol=1e-9)
-            around /= np.linalg.norm(around, axis=-1, keepdims=True)
-        rise = objective(unit, around, decay=decay) - objective(unit, point, decay=decay)
+            away -= away @ np.outer(point, point)
+
+        def rises(away, point=point):
+            around = point + 1e-3 * np.linalg.norm(point) * away
+            if flow == "sphere":
+                around /= np.linalg.norm(around, axis=-1, keepdims=True)
+            return objective(unit, around, decay=decay) - objective(unit, point, decay=decay)
+
+        rise = np.append(rises(away), rises(principal_axes(away, rises(away))))
         if kind != "degenerate":
             assert {"stable": (rise < 0).all(), "unstable": (rise > 0).all(), "saddle": rise.min() < 0 < rise.max()}[
                 kind
