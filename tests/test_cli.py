@@ -48,6 +48,41 @@ def test_a_claim_that_does_not_hold_is_exit_1(tmp_path, capsys):
     ] == pytest.approx(1.0)
 
 
+def test_judge_judges_and_draws_what_is_stored(tmp_path, capsys):
+    joma("run", "toy", "--out", tmp_path, capsys=capsys)
+    joma("run", "toy", "--out", tmp_path, "--set", "slope=1.0", capsys=capsys)
+    for file in tmp_path.rglob("figures/*"):
+        file.unlink()
+    code, out, err = joma("judge", tmp_path, "--json", capsys=capsys)
+    assert (code, err) == (1, "")
+    assert [outcome["failed"] for outcome in json.loads(out)] == [0, 2]
+    assert len([*tmp_path.rglob("figures/*.svg")]) == 2
+    path = json.loads(out)[0]["path"]
+    code, out, _ = joma("judge", path, capsys=capsys)
+    assert code == 0
+    assert "The line ends at 2." in out
+    assert out.count(", was finished already") == 1
+
+
+def test_judge_leaves_runs_of_other_versions_as_they_are(tmp_path, capsys):
+    joma("run", "toy", "--out", tmp_path, capsys=capsys)
+    (file,) = tmp_path.rglob("config.json")
+    shutil.copytree(file.parent, tmp_path / "toy" / "old")
+    old = tmp_path / "toy" / "old" / "config.json"
+    old.write_text(old.read_text().replace('"version": 1', '"version": 0'))
+    before = (old.parent / "claims.json").read_bytes()
+    code, out, err = joma("judge", tmp_path, "--json", capsys=capsys)
+    assert code == 0
+    assert len(json.loads(out)) == 1
+    assert err.count("\n") == 1
+    assert "old holds a run of toy, version 0, where toy, version 1 is judged" in err
+    shutil.rmtree(file.parent)
+    code, out, err = joma("judge", tmp_path, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert "no finished run of a present study below" in err
+    assert (old.parent / "claims.json").read_bytes() == before
+
+
 def test_set_parses_lists_and_repeats(tmp_path, capsys):
     args = ("run", "toy", "--out", tmp_path, "--set", "levels=1,2.5,3", "--set", "points=7", "--seeds", 1, "--json")
     code, out, _ = joma(*args, capsys=capsys)
@@ -89,6 +124,7 @@ def test_set_parses_switches_and_lists_that_may_be_none_or_empty(tmp_path, capsy
         (["run", "--set", "slope=nan"], "`slope` must be finite, got nan; give a finite number."),
         (["run", "--set", "levels=1,inf"], "`levels` must be finite, got inf"),
         (["run", "--device", "cuda"], "`--device` must be a device that is there"),
+        (["judge", "nowhere"], "no finished run below nowhere; run `joma run --out nowhere` first."),
         (["report", "nowhere"], "no finished run below nowhere; run `joma run --out nowhere` first."),
     ],
 )

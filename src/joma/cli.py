@@ -78,20 +78,40 @@ class Run:
                 options = {"preset": self.preset, "out": self.out, "seeds": self.seeds, "device": device}
                 outcomes.append(execute(study, config=config, progress=bars, **options))
                 if not self.json:
-                    self.print(study.title, outcomes[-1])
+                    show_claims(study.title, outcomes[-1])
                 work.advance()
-        if self.json:
-            emit([dataclasses.asdict(outcome) | {"failed": outcome.failed} for outcome in outcomes])
-        return CLAIM_FAILED if any(outcome.failed for outcome in outcomes) else DONE
+        return concluded(outcomes, as_json=self.json)
 
-    def print(self, title: str, outcome: Any) -> None:
-        """Print one study's claims as a table."""
-        from rich.markup import escape
 
-        from joma.report.table import claims, show
+@dataclass(frozen=True)
+class Judge:
+    """Judge finished runs anew by the present claims and draw them again. Nothing is trained."""
 
-        when = "was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s"
-        show(claims(f"{outcome.study}: {title}\n[not bold]{escape(str(outcome.path))}, {when}[/]", outcome.claims))
+    dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
+    """Folder that runs were stored under, or the folder of one run."""
+    json: bool = False
+    """Print one JSON document instead of tables."""
+
+    def __call__(self) -> int:
+        from joma.files import StorageError
+        from joma.runs import find_runs, read_config
+        from joma.studies import Outdated, judge, load
+
+        outcomes = []
+        paths = [self.dir] if (self.dir / "claims.json").exists() else find_runs(self.dir)
+        for path in paths:
+            study = load(read_config(path)["study"])
+            try:
+                outcomes.append(judge(study, path))
+            except Outdated as problem:
+                complain(str(problem))
+                continue
+            if not self.json:
+                show_claims(study.title, outcomes[-1])
+        if not outcomes:
+            found = "no finished run of a present study" if paths else "no finished run"
+            raise StorageError(f"{found} below {self.dir}; run `joma run --out {self.dir}` first.")
+        return concluded(outcomes, as_json=self.json)
 
 
 @dataclass(frozen=True)
@@ -203,10 +223,28 @@ class Report:
 Command = (
     Annotated[List, subcommand(name="list")]
     | Annotated[Run, subcommand(name="run")]
+    | Annotated[Judge, subcommand(name="judge")]
     | Annotated[Verify, subcommand(name="verify")]
     | Annotated[Probe, subcommand(name="probe")]
     | Annotated[Report, subcommand(name="report")]
 )
+
+
+def show_claims(title: str, outcome: Any) -> None:
+    """Print one study's claims as a table."""
+    from rich.markup import escape
+
+    from joma.report.table import claims, show
+
+    when = "was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s"
+    show(claims(f"{outcome.study}: {title}\n[not bold]{escape(str(outcome.path))}, {when}[/]", outcome.claims))
+
+
+def concluded(outcomes: list[Any], *, as_json: bool) -> int:
+    """Return the exit code that outcomes come to, after printing them as JSON where that is asked for."""
+    if as_json:
+        emit([dataclasses.asdict(outcome) | {"failed": outcome.failed} for outcome in outcomes])
+    return CLAIM_FAILED if any(outcome.failed for outcome in outcomes) else DONE
 
 
 def _listing(study: Any) -> dict[str, Any]:

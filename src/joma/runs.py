@@ -104,17 +104,27 @@ class Run:
 
     def finish(self, claims: list[dict[str, Any]], *, wall_time: float) -> None:
         """Write `claims.json`, which ends the run."""
-        notes = {"wall_time_s": round(wall_time, 3), "trajectory_sha256": checksum(self.path / TRAJECTORY)}
-        write_json(self.path / "claims.json", {**notes, "claims": claims})
+        write_claims(self.path, claims, wall_time=wall_time)
         self.log(f"finished after {wall_time:.1f} s")
 
     def log(self, line: str) -> None:
         """Append one line, with the time, to `log.txt`."""
-        try:
-            with (self.path / "log.txt").open("a", encoding="utf-8") as file:
-                file.write(f"{now()} {line}\n")
-        except OSError as cause:
-            raise StorageError(f"cannot write {self.path / 'log.txt'}: {cause.strerror}.") from None
+        log(self.path, line)
+
+
+def log(path: Path, line: str) -> None:
+    """Append one line, with the time, to a run's `log.txt`."""
+    try:
+        with (path / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{now()} {line}\n")
+    except OSError as cause:
+        raise StorageError(f"cannot write {path / 'log.txt'}: {cause.strerror}.") from None
+
+
+def write_claims(path: Path, claims: list[dict[str, Any]], *, wall_time: float) -> None:
+    """Write `claims.json`, with the checksum of the trajectory that they were measured on."""
+    notes = {"wall_time_s": round(wall_time, 3), "trajectory_sha256": checksum(path / TRAJECTORY)}
+    write_json(path / "claims.json", {**notes, "claims": claims})
 
 
 def read_claims(path: Path) -> dict[str, Any]:
@@ -125,6 +135,15 @@ def read_claims(path: Path) -> dict[str, Any]:
         raise StorageError(f"{trajectory} is missing; delete {path} to run it again.")
     if checksum(trajectory) != record.get("trajectory_sha256"):
         raise StorageError(f"{trajectory} is cut short or altered since its claims were measured; {_again(path)}")
+    return record
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read what a run is: `study`, `version`, `config`, `seeds` and `preset`."""
+    record = _record(path / "config.json")
+    missing = {"study", "version", "config", "seeds", "preset"} - record.keys()
+    if missing:
+        raise StorageError(f"{path / 'config.json'} lacks {', '.join(sorted(missing))}; {_again(path)}")
     return record
 
 

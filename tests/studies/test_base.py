@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -10,7 +11,8 @@ import toy_study
 from joma import open_run
 from joma.arguments import InputError
 from joma.files import Held, StorageError, lock
-from joma.studies import MODULES, execute, load
+from joma.runs import read_claims
+from joma.studies import MODULES, Outdated, execute, judge, load
 from joma.studies.base import Absent, Claim, at_least, at_most, between, near
 from toy_study import STUDY, Config
 
@@ -38,6 +40,60 @@ def test_a_finished_run_is_not_run_again(tmp_path):
     assert second.claims == first.claims
     assert not execute(STUDY, out=tmp_path, seeds=2).reused
     assert not execute(STUDY, out=tmp_path, config=Config(slope=3.0)).reused
+
+
+def changed(**options):
+    """The toy study with its first claim changed."""
+    first, *others = STUDY.claims
+    return dataclasses.replace(STUDY, claims=(dataclasses.replace(first, **options), *others))
+
+
+@pytest.mark.parametrize(
+    "options", [{"expected": at_least(3.0)}, {"said": "The line ends at 3.", "expected": near(3, 0)}]
+)
+def test_a_finished_run_is_judged_anew_where_its_claims_were_others(tmp_path, options):
+    first = execute(STUDY, preset="paper", out=tmp_path, seeds=2)
+    calls = len(toy_study.calls)
+    other = changed(**options)
+    second = execute(other, preset="paper", out=tmp_path, seeds=2)
+    assert len(toy_study.calls) == calls
+    assert (second.path, second.reused, second.wall_time) == (
+        first.path,
+        True,
+        pytest.approx(first.wall_time, abs=1e-3),
+    )
+    assert verdicts(second) == {**verdicts(first), "end": "does not hold"}
+    assert read_claims(second.path)["claims"] == second.claims
+    assert "judged anew" in (second.path / "log.txt").read_text()
+    assert execute(other, preset="paper", out=tmp_path, seeds=2).claims == second.claims
+    assert (second.path / "log.txt").read_text().count("judged anew") == 1  # the same claims are not judged again
+
+
+def test_a_run_is_judged_from_what_is_stored_at_the_preset_that_it_was_run_at(tmp_path):
+    first = execute(STUDY, preset="paper", out=tmp_path)
+    for file in (first.path / "figures").iterdir():
+        file.rename(file.with_stem("1-old"))
+    (first.path / "figures" / "mine.svg").touch()
+    calls = len(toy_study.calls)
+    again = judge(STUDY, first.path)
+    assert len(toy_study.calls) == calls
+    assert (again.claims, again.preset, again.reused) == (first.claims, "paper", True)
+    assert {file.name for file in (first.path / "figures").iterdir()} == {
+        "1-line.svg",
+        "1-line.pdf",
+        "1-line.txt",
+        "mine.svg",
+    }
+
+
+def test_a_run_of_another_version_is_not_judged(tmp_path):
+    path = execute(STUDY, out=tmp_path).path
+    before = (path / "claims.json").read_bytes()
+    with pytest.raises(Outdated, match=r"version 1, where toy, version 2 is judged; run it again"):
+        judge(dataclasses.replace(STUDY, version=2), path)
+    assert (path / "claims.json").read_bytes() == before
+    with lock(path), pytest.raises(Held):
+        judge(STUDY, path)
 
 
 def test_an_unfinished_run_is_run_anew(tmp_path):

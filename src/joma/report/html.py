@@ -10,9 +10,9 @@ from typing import Any
 
 import jinja2
 
-from joma.files import StorageError, read_json, write_text
+from joma.files import StorageError, write_text
 from joma.report.table import number, spread
-from joma.runs import find_runs, now, open_run, provenance, read_claims
+from joma.runs import find_runs, now, open_run, provenance, read_claims, read_config
 
 VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested at this preset": ("–", "open")}
 
@@ -49,7 +49,7 @@ def _template() -> jinja2.Template:
 
 def _section(path: Path, about: Mapping[str, str]) -> dict[str, Any]:
     """One run as the template wants it."""
-    record, config = read_claims(path), read_json(path / "config.json")
+    record, config = read_claims(path), read_config(path)
     trajectory = open_run(path)
     return {
         "anchor": f"{path.parent.name}-{path.name}",

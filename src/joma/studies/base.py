@@ -22,8 +22,9 @@ import xarray as xr
 
 from joma import schedule
 from joma.arguments import InputError, choice, whole
+from joma.files import StorageError, lock
 from joma.progress import SILENT, Progress
-from joma.runs import Run, read_claims
+from joma.runs import Run, log, open_run, read_claims, read_config, write_claims
 
 if TYPE_CHECKING:
     import torch
@@ -288,7 +289,10 @@ def execute(
     device: str = "cpu",
     progress: Progress = SILENT,
 ) -> Outcome:
-    """Run `study` unless that very run is finished already, judge its claims, draw its figures, and store it all."""
+    """Run `study` unless that very run is finished already, judge its claims, draw its figures, and store it all.
+
+    A finished run whose claims were others is judged anew, from its trajectory.
+    """
     chosen = choice("preset", preset, study.presets)
     config = chosen.config if config is None else config
     count = chosen.seeds if seeds is None else whole("seeds", seeds)
@@ -299,6 +303,8 @@ def execute(
     with run.hold():
         if run.finished:
             record = read_claims(run.path)
+            if not _says_the_same(study, record["claims"]):
+                return _judge_stored(study, run.path)
             return Outcome(study.name, preset, run.path, record["claims"], record["wall_time_s"], reused=True)
         run.begin(preset)
         begun = time.perf_counter()
@@ -306,11 +312,50 @@ def execute(
             result = study.run(config, Context(tuple(run.seeds), device, progress, run.path / "checkpoints"))
         _tell_lost(result, run)
         trajectory = run.save(result, device=device, wall_time=time.perf_counter() - begun)
-        claims = [claim.judge(trajectory, preset) for claim in study.claims]
-        _draw(study, trajectory, run.path)
+        claims = _judge(study, trajectory, preset, run.path)
         wall_time = time.perf_counter() - begun
         run.finish(claims, wall_time=wall_time)
     return Outcome(study.name, preset, run.path, claims, wall_time, reused=False)
+
+
+class Outdated(StorageError):
+    """A run that another version of its study stored."""
+
+
+def judge(study: Study, path: Path | str) -> Outcome:
+    """Judge a finished run's claims anew and draw its figures again, from its trajectory: nothing is trained.
+
+    `Outdated` if another version of the study stored it: what lies there is not what the claims are about.
+    """
+    path = Path(path)
+    there = read_config(path)
+    if (there["study"], there["version"]) != (study.name, study.version):
+        stored, present = f"{there['study']}, version {there['version']}", f"{study.name}, version {study.version}"
+        raise Outdated(f"{path} holds a run of {stored}, where {present} is judged; run it again with `joma run`.")
+    with lock(path):
+        return _judge_stored(study, path)
+
+
+def _judge_stored(study: Study, path: Path) -> Outcome:
+    record, preset = read_claims(path), read_config(path)["preset"]
+    claims = _judge(study, open_run(path), preset, path)
+    write_claims(path, claims, wall_time=record["wall_time_s"])
+    log(path, "judged anew")
+    return Outcome(study.name, preset, path, claims, record["wall_time_s"], reused=True)
+
+
+def _says_the_same(study: Study, records: list[dict[str, Any]]) -> bool:
+    """Whether these are records of the study's present claims, word for word."""
+    names = ("name", "said", "expected", "across")
+    present = [(claim.name, claim.said, claim.expected.text, claim.across) for claim in study.claims]
+    return [tuple(record.get(name) for name in names) for record in records] == present
+
+
+def _judge(study: Study, trajectory: xr.Dataset, preset: str, path: Path) -> list[dict[str, Any]]:
+    """Return the records of a trajectory's claims, once its figures are drawn."""
+    claims = [claim.judge(trajectory, preset) for claim in study.claims]
+    _draw(study, trajectory, path)
+    return claims
 
 
 def _tell_lost(result: xr.Dataset, run: Run) -> None:
@@ -352,7 +397,11 @@ def _threads(count: int | None) -> Iterator[None]:
 def _draw(study: Study, trajectory: xr.Dataset, path: Path) -> None:
     from joma.report.figure import save, style
 
-    for place, (name, drawing) in enumerate(study.figures.items(), start=1):
+    stems = [f"{place}-{name}" for place, name in enumerate(study.figures, start=1)]
+    for stem, drawing in zip(stems, study.figures.values(), strict=True):
         with style():
             figure = drawing.draw(trajectory)
-        save(figure, path / "figures" / f"{place}-{name}", caption=drawing.caption)
+        save(figure, path / "figures" / stem, caption=drawing.caption)
+    for left in (path / "figures").glob("[0-9]*-*.*"):  # of figures that the study no longer has
+        if left.stem not in stems:
+            left.unlink()

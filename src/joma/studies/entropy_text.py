@@ -256,7 +256,7 @@ STUDY = Study(
         "were published judged. Their code makes a new Adam at every epoch, and so do we; `--set restart=False` keeps "
         "one throughout. Its layers start as copies of one, and so do ours, unless `--set alike=False`."
     ),
-    version=4,
+    version=3,
     presets={
         "quick": Preset(Config(**language.small(steps=1_500, every=50), depths=(1, 2)), seeds=3, seconds=75.0),
         "paper": Preset(Config(**language.wikitext()), seeds=3, seconds=500_000.0),
