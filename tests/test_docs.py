@@ -24,6 +24,7 @@ def test_a_stored_run_comes_to_what_its_page_says(path):
     said = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
     assert said[1:] == [row(record) for record in judged]
     assert [row(record) for record in read_claims(path)["claims"]] == said[1:]
+    assert [record["said"] for record in read_claims(path)["claims"]] == [claim.said for claim in study.claims]
     assert f"stored in `{path.relative_to(STORED)}`" in section
     assert Run(STORED, study.name, study.version, there["config"], there["seeds"]).path == path
 

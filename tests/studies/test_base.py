@@ -219,5 +219,20 @@ def test_every_study_is_declared_whole(name):
     assert {"quick", "paper"} <= set(study.presets)
     names = [claim.name for claim in study.claims]
     assert len(names) == len(set(names)) >= 2
+    said = [claim.said for claim in study.claims]
+    assert len(said) == len(set(said))
+    dangling = {
+        "So",
+        "Nor",
+        "And",
+        "They",
+        "It",
+        "That",
+        "These",
+        "Those",
+        "Then",
+        "The same",
+    }  # a report lists some alone
+    assert not [words for words in said if any(words.startswith(f"{first} ") for first in dangling)]
     assert all(set(claim.presets) <= set(study.presets) for claim in study.claims)
     assert study.figures

@@ -85,14 +85,14 @@ CLAIMS = (
     ),
     Claim(
         "monotone-linear",
-        "Theorem 2: with a linear activation attention *only* gets sparser: how often noise on a curve that never "
+        "Theorem 2: with a linear activation attention only gets sparser: how often noise on a curve that never "
         "rises would rise as clearly.",
         partial(of, name="p_value", activation=LINEAR),
         at_least(SURE),
     ),
     Claim(
         "apart",
-        "It is the nonlinearity that brings entropy back: recovery beyond chance, over the start, the least of the "
+        "The nonlinearity is what brings entropy back: recovery beyond chance, over the start, the least of the "
         "nonlinear activations less the linear one, from the same start (the threshold is ours).",
         apart,
         at_least(LEAST),

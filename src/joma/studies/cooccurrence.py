@@ -205,14 +205,15 @@ CLAIMS = (
     ),
     Claim(
         "sampled",
-        "Sampled frequencies follow it: the largest distance among all pairs and ρ, in standard errors, all seeds "
-        "together.",
+        "Sampled frequencies follow Theorem 5: the largest distance among all pairs and ρ, in standard errors, all "
+        "seeds together.",
         lambda run: abs(scores(run, pooled=True)).max("pair"),
         at_most(4.0),
     ),
     Claim(
         "chance",
-        "They differ from it by chance and nothing else: root mean square distance of a seed, in standard errors.",
+        "Sampled frequencies differ from Theorem 5 by chance and nothing else: root mean square distance of a seed, "
+        "in standard errors.",
         lambda run: (scores(run) ** 2).mean("pair") ** 0.5,
         near(1.0, 0.25),
         across="mean",

@@ -231,20 +231,21 @@ CLAIMS = (
     ),
     Claim(
         "cosine-decayed",
-        "So does weight decay.",
+        "Weight decay gives ReLU a direction near the positive centre: its cosine.",
         best_cosine("decayed", "relu"),
         near(0.98, 0.02),
         across="mean",
     ),
     Claim(
         "nonlinear",
-        "It is the nonlinearity's doing: ReLU's cosine less that of the linear activation under the same constraint.",
+        "The direction near the centre is the nonlinearity's doing: ReLU's cosine less that of the linear "
+        "activation, both with ‖v‖ = 1.",
         lambda run: best_cosine("sphere", "relu")(run) - best_cosine("sphere", "linear")(run),
         at_least(0.0),
     ),
     Claim(
         "overlap",
-        "It holds however much the centres have in common: ReLU's cosine at the largest overlap.",
+        "ReLU's direction is near the centre however much the centres have in common: cosine at the largest overlap.",
         lambda run: run.overlap_cosine.sel(unit="relu").isel(overlap=-1),
         at_least(0.9),
         across="mean",
@@ -292,14 +293,16 @@ CLAIMS = (
     ),
     Claim(
         "reduced-decayed",
-        "With weight decay, and the decayed flow's stable point as the centre.",
+        "Theorem 4's flow, with weight decay and the decayed flow's stable point as its centre, follows the full "
+        "one: share of its life.",
         parting.followed_by("reduced at rest", "decayed"),
         at_least(0.9),
         across="mean",
     ),
     Claim(
         "reduced-decayed-start",
-        "With weight decay, and the decayed flow's centre at the start.",
+        "Theorem 4's flow, with weight decay and the decayed flow's centre at the start, follows the full one: share "
+        "of its life.",
         parting.followed_by("reduced at the start", "decayed"),
         at_least(0.9),
         across="mean",

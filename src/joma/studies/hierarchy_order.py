@@ -348,8 +348,8 @@ def order_claims(layers: int) -> tuple[Claim, ...]:
         ),
         Claim(
             f"order-{layers}-mean",
-            f"Theorem 5, {words}: that rank correlation is at least 0.5 in the mean (ties between pairs allow at "
-            "most 0.91).",
+            f"Theorem 5, {words}: the rank correlation of co-occurrence with how early odds double is at least 0.5 in "
+            "the mean (ties between pairs allow at most 0.91).",
             lambda run: order(run, layers),
             at_least(0.5),
             across="mean",
@@ -403,35 +403,37 @@ CLAIMS = (
     ),
     Claim(
         "later-matched",
-        "The intermediate latent itself delays them: later than in a shallow tree in which they occur together equally "
-        "often, in steps.",
+        "The intermediate latent itself delays tokens that it does not join directly: later than in a shallow tree "
+        "in which they occur together equally often, in steps.",
         lambda run: later(run, "matched"),
         at_least(1.0),
     ),
     Claim(
         "above-siblings",
-        "Slides: they are associated in a higher layer than the tokens which that latent joins: distance of the gains' "
-        "centres, in layers.",
+        "Slides: tokens that the intermediate latent does not join directly are associated in a higher layer than "
+        "those that it joins: distance of the gains' centres, in layers.",
         above_siblings,
         above(0.0),
     ),
     Claim(
         "higher",
-        "Slides: they are associated in a higher layer than in the shallow tree of the same ρ: distance of the gains' "
-        "centres, in layers.",
+        "Slides: tokens that the intermediate latent does not join directly are associated in a higher layer than in "
+        "the shallow tree of the same ρ: distance of the gains' centres, in layers.",
         lambda run: higher(run, "shallow"),
         above(0.0),
     ),
     Claim(
         "higher-matched",
-        "The intermediate latent itself lifts them: a higher layer than in the shallow tree of equal co-occurrence.",
+        "The intermediate latent itself lifts tokens that it does not join directly: a higher layer than in the "
+        "shallow tree of equal co-occurrence.",
         lambda run: higher(run, "matched"),
         above(0.0),
     ),
     Claim(
         "higher-beyond-root",
-        "It is so by another measure too: higher than in the shallow tree of the same ρ, by the centres of what pairs "
-        "gain beyond those that only the root joins.",
+        "Slides, by another measure: tokens that the intermediate latent does not join directly are associated "
+        "higher than in the shallow tree of the same ρ, by the centres of what pairs gain beyond those that only the "
+        "root joins.",
         lambda run: higher(run, "shallow", where_beyond_root),
         above(0.0),
     ),

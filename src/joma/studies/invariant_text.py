@@ -259,6 +259,7 @@ def steadiness(run: xr.Dataset, law: str) -> xr.DataArray:
 
 
 def _claims(law: str, words: str) -> tuple[Claim, ...]:
+    by = f"by the law of {law} attention"
     return (
         Claim(
             f"correlation-{law}",
@@ -269,25 +270,28 @@ def _claims(law: str, words: str) -> tuple[Claim, ...]:
         ),
         Claim(
             f"beyond-frequency-{law}",
-            "So they do among tokens of like frequency: the same, log frequency regressed out of both sides.",
+            f"The MLP's weights predict attention {by} among tokens of like frequency: correlation less the bound of "
+            "its null, log frequency regressed out of both sides.",
             partial(at_end, law=law, name="partial", null="partial_null"),
             at_least(0.0),
         ),
         Claim(
             f"error-{law}",
-            "They predict most of the change: relative error at the end, one scale for a seed's whole training.",
+            f"The MLP's weights predict most of the logits' change {by}: relative error at the end, one scale for a "
+            "seed's whole training.",
             partial(at_end, law=law, name="error"),
             at_most(0.5),
         ),
         Claim(
             f"scale-{law}",
-            "The scale, a ratio of learning rates, is constant: the best one a third of the way over that of the end.",
+            f"The scale of the prediction {by}, a ratio of learning rates, is constant: the best one a third of the "
+            "way over that of the end.",
             partial(steadiness, law=law),
             between(0.5, 2.0),
         ),
         Claim(
             f"sum-{law}",
-            "The sum over queries is predicted, not each: its correlation less the mean one of single queries.",
+            f"The sum over queries is predicted {by}, not each: its correlation less the mean one of single queries.",
             lambda run: at_end(run, law, "correlation") - at_end(run, law, "each"),
             at_least(0.0),
         ),

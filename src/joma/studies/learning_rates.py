@@ -87,7 +87,8 @@ def at_theirs(run: xr.Dataset, bounce: str = "bounce") -> xr.DataArray:
     return run[bounce].isel(rate=int(there.argmax()))
 
 
-_BOUNCE = f"less of fall and recovery beyond chance, over the start, 0 unless p ≤ {SURE:g}"
+_SIZE = "less of fall and recovery beyond chance, over the start"
+_BOUNCE = f"{_SIZE}, 0 unless p ≤ {SURE:g}"
 
 CLAIMS = (
     Claim(
@@ -98,14 +99,14 @@ CLAIMS = (
     ),
     Claim(
         "bounces-1e-4",
-        f"It does so at the paper's rate, 1e-4 ({_BOUNCE}).",
+        f"At the paper's rate, 1e-4, entropy falls and bounces back ({_BOUNCE}).",
         at_theirs,
         at_least(LEAST),
         presets=("paper",),
     ),
     Claim(
         "layer-1e-4",
-        f"Layers apart, as the paper draws them: at its rate, 1e-4, one falls and bounces back (the same of the layer "
+        f"Layers apart, as the paper draws them: at its rate, 1e-4, one falls and bounces back ({_SIZE}, of the layer "
         f"that does most, 0 unless p ≤ {SURE:g} over the number of layers).",
         lambda run: at_theirs(run, "layer_bounce").max("layer"),
         at_least(LEAST),
@@ -113,7 +114,7 @@ CLAIMS = (
     ),
     Claim(
         "slow",
-        "At the lowest rate it does not yet bounce by the end (the same measure).",
+        f"At the lowest rate entropy does not yet bounce by the end ({_BOUNCE}).",
         lambda run: run.bounce.sel(rate=run.rate.min(), drop=True),
         at_most(LEAST),
     ),
@@ -127,7 +128,8 @@ CLAIMS = (
     ),
     Claim(
         "layer-sooner",
-        "So it is layer by layer: the same slope among the layers that bounce, each from a level of its own.",
+        "Layer by layer, too, the higher the rate, the sooner the minimum: slope of ln step over ln rate among the "
+        "layers that bounce, each from a level of its own.",
         lambda run: hastening(run, "layer_bounce", "layer_turn"),
         at_most(-0.5),
         presets=("paper",),
@@ -141,7 +143,7 @@ CLAIMS = (
     ),
     Claim(
         "cost",
-        "That costs: validation loss at the end, the greatest rate's less the best rate's (the threshold is ours).",
+        "Collapse costs: validation loss at the end, the greatest rate's less the best rate's (the threshold is ours).",
         cost,
         at_least(LOSS),
     ),

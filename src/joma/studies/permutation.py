@@ -104,8 +104,9 @@ CLAIMS = (
     ),
     Claim(
         "one-causal-layer",
-        "Nor does it with a causal mask and one layer: the last position attends to all the others, and what it reads "
-        "there are embeddings, which know no order (6 cells: the largest).",
+        "Without encoding, with a causal mask and one layer, the prediction does not change either: the last "
+        "position attends to all the others, and what it reads there are embeddings, which know no order (6 cells: "
+        "the largest).",
         lambda run: cells(run, "none, causal, 1 layer").max("cell"),
         at_most(INVARIANT),
     ),
@@ -118,7 +119,8 @@ CLAIMS = (
     ),
     Claim(
         "encodings",
-        "So does every positional encoding, with either mask and any number of layers (108 cells: the least).",
+        "Every positional encoding breaks the symmetry, with either mask and any number of layers (108 cells: the "
+        "least).",
         lambda run: cells(run, "any encoding").min("cell"),
         at_least(BROKEN),
     ),

@@ -233,7 +233,8 @@ CLAIMS = (
     ),
     *_for_each(
         "trained",
-        "a trained model's hidden states know positions (the same measure at the end of training).",
+        "a trained model's hidden states know positions (accuracy of the readout at the end of training, the last "
+        "layer's less the embeddings', in standard errors).",
         lambda run, task: surely(at_end(run, task)),
         SURE,
     ),
@@ -246,13 +247,15 @@ CLAIMS = (
     ),
     *_for_each(
         "adjacency-trained",
-        "so they are in a trained model, in one layer at least (score less the greatest over random orders).",
+        "nearby hidden vectors are more similar than distant ones in a trained model, in one layer at least (score "
+        "less the greatest over random orders).",
         lambda run, task: neighbours(at_end(run, task)).max("level", skipna=False),
         0.0,
     ),
     Claim(
         "adjacency-embeddings-text",
-        "Text: embeddings are not (their score less ½, at the start; the threshold is ours).",
+        "Text: embeddings of nearby positions are no more similar than those of distant ones (their score less ½, at "
+        "the start; the threshold is ours).",
         lambda run: run.adjacency.sel(task="text", drop=True).isel(level=0, step=0) - 0.5,
         at_most(NOTHING),
     ),

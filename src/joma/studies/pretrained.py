@@ -257,14 +257,14 @@ CLAIMS = (
     ),
     Claim(
         "bounces",
-        "Then it gets denser: recovery of the lowest layer's entropy from its least to the end, in nats.",
+        "Attention gets denser again: recovery of the lowest layer's entropy from its least to the end, in nats.",
         lambda run: over_models(run.bounce_recovery.isel(layer=0)),
         at_least(0.1),
         presets=("paper",),
     ),
     Claim(
         "not-noise",
-        "That recovery is no noise: how often the best curve that never rises, with noise, rises as clearly.",
+        "The recovery of entropy is no noise: how often the best curve that never rises, with noise, rises as clearly.",
         lambda run: over_models(run.bounce_p_value.isel(layer=0)),
         at_most(0.05),
         presets=("paper",),

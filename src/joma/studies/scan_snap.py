@@ -407,7 +407,7 @@ CLAIMS = (
     ),
     Claim(
         "common-always",
-        "It never rises on the way, where the decoder is the faster one (largest rise between two records).",
+        "Attention to common tokens never rises on the way, faster decoder (largest rise between two records).",
         common_rise,
         at_most(0.0),
     ),
@@ -444,19 +444,21 @@ CLAIMS = (
     ),
     Claim(
         "logarithm",
-        "There z is straighter against ln t than against t (residual of the one over that of the other).",
+        "Snap: with the faster decoder z is, over the last decade of steps, straighter against ln t than against t "
+        "(residual of the one over that of the other).",
         lambda run: straightness(winners(run).sel(arm="faster")),
         at_most(1.0),
     ),
     Claim(
         "steady",
-        "There z gains as much in every e-fold of time, within a factor of 2 (greatest over least dz/d ln t).",
+        "Snap: with the faster decoder z gains, over the last decade of steps, as much in every e-fold of time, "
+        "within a factor of 2 (greatest over least dz/d ln t).",
         lambda run: unevenness(winners(run).sel(arm="faster")),
         between(1.0, 2.0),
     ),
     Claim(
         "no-snap",
-        "With the slower decoder z is, in those same steps, straighter against t than against ln t.",
+        "With the slower decoder z is, over the last decade of steps, straighter against t than against ln t.",
         lambda run: straightness(winners(run).sel(arm="slower")),
         at_least(1.0),
     ),
@@ -468,19 +470,21 @@ CLAIMS = (
     ),
     Claim(
         "phase-rate",
-        "That time goes as 1/η of the decoder: for a decoder ten times slower it is ten times later.",
+        "The phases change at a time that goes as 1/η of the decoder: for one ten times slower it is ten times later.",
         sooner,
         between(5.0, 20.0),
     ),
     Claim(
         "phase-later",
-        "The slower the decoder, the longer growth stays faster than logarithmic (least ratio of those times).",
+        "The slower the decoder, the longer growth stays faster than logarithmic (least ratio of the times at which "
+        "the power of t falls to 1).",
         later,
         at_least(1.0),
     ),
     Claim(
         "phase-limit",
-        "Where the decoder is 10 to 1,000 times as fast that time goes as 1/η (power of η, integrated flow).",
+        "Where the decoder is 10 to 1,000 times as fast the time at which phases change goes as 1/η (power of η, "
+        "integrated flow).",
         sweep_power,
         near(-1.0, 0.1),
     ),

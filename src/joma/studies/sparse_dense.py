@@ -277,7 +277,7 @@ CLAIMS = (
     ),
     Claim(
         "visible",
-        "The bounce can be seen: share of the same targets whose entropy regains over 1 % of its fall.",
+        "The bounce can be seen: share of random targets whose entropy regains over 1 % of its fall.",
         lambda run: (run.counted_regained > VISIBLE).mean("draw"),
         at_least(1.0),
     ),
