@@ -22,7 +22,10 @@ NAMES = (
 def main(names: list[str]) -> int:
     """Print one line a number; exit 1 if one was not reached, 2 for a name that is none."""
     if unknown := [name for name in names if name not in NAMES]:
-        print(f"names: expected some of {', '.join(NAMES)}, got {', '.join(unknown)}", file=sys.stderr)
+        print(
+            f"names: expected some of {', '.join(NAMES)}, got {', '.join(unknown)}; leave them out for all",
+            file=sys.stderr,
+        )
         return 2
     missed = 0
     print(f"{'what':<78} {'asked':>16} {'reached':>22}")

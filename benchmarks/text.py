@@ -1,4 +1,4 @@
-"""Text: tokens a second on one core, and memory for a text as large as WikiText-103.
+"""Text: tokens a second on one core, and memory for a text as large as WikiText-103 (Linux).
 
 The folder of WikiText-2 is that of the environment variable `JOMA_WIKITEXT`, or `../shared/data/wikitext-2`; where
 neither is there, the embedded corpus takes its place.

@@ -61,26 +61,55 @@ def test_judge_judges_and_draws_what_is_stored(tmp_path, capsys):
     code, out, _ = joma("judge", path, capsys=capsys)
     assert code == 0
     assert "The line ends at 2." in out
-    assert "was finished already" in " ".join(out.split())  # a long path breaks the line
+    assert "judged anew" in " ".join(out.split())  # a long path breaks the line
+    code, out, _ = joma("judge", tmp_path / "toy", "--json", capsys=capsys)
+    assert (code, len(json.loads(out))) == (1, 2)
 
 
-def test_judge_leaves_runs_of_other_versions_as_they_are(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: (path / "config.json").write_text("{"), "config.json is no valid JSON"),
+        (lambda path: (path / "config.json").write_text("{}"), "lacks study, version, config, seeds, preset"),
+        (lambda path: (path / "config.json").unlink(), "cannot read"),
+        (lambda path: (path / "claims.json").write_text('{"claims": []}'), "lacks wall_time_s, trajectory_sha256"),
+        (lambda path: (path / "trajectory.nc").unlink(), "trajectory.nc is missing"),
+        (
+            lambda path: edit(path / "config.json", '"study": "toy"', '"study": "gone"'),
+            "must be one of toy, got 'gone'",
+        ),
+        (lambda path: edit(path / "config.json", '"version": 1', '"version": 0'), "version 0, where toy, version 1 is"),
+    ],
+)
+def test_judge_leaves_what_it_cannot_judge_and_goes_on(tmp_path, capsys, spoil, words):
     joma("run", "toy", "--out", tmp_path, capsys=capsys)
     (file,) = tmp_path.rglob("config.json")
-    shutil.copytree(file.parent, tmp_path / "toy" / "old")
-    old = tmp_path / "toy" / "old" / "config.json"
-    old.write_text(old.read_text().replace('"version": 1', '"version": 0'))
-    before = (old.parent / "claims.json").read_bytes()
+    shutil.copytree(file.parent, tmp_path / "toy" / "a")
+    shutil.copytree(file.parent, tmp_path / "toy" / "z")
+    spoil(tmp_path / "toy" / "a")
+    before = {path: path.read_bytes() for path in (tmp_path / "toy" / "a").rglob("*") if path.is_file()}
     code, out, err = joma("judge", tmp_path, "--json", capsys=capsys)
-    assert code == 0
-    assert len(json.loads(out)) == 1
+    assert code == 2
+    assert len(json.loads(out)) == 2
     assert err.count("\n") == 1
-    assert "old holds a run of toy, version 0, where toy, version 1 is judged" in err
-    shutil.rmtree(file.parent)
-    code, out, err = joma("judge", tmp_path, capsys=capsys)
-    assert (code, out) == (2, "")
-    assert "no finished run of a present study below" in err
-    assert (old.parent / "claims.json").read_bytes() == before
+    assert "toy/a is left as it is: " in err
+    assert words in err
+    assert {path: path.read_bytes() for path in (tmp_path / "toy" / "a").rglob("*") if path.is_file()} == before
+
+
+def test_judge_goes_on_beside_a_run_that_is_held(tmp_path, capsys):
+    joma("run", "toy", "--out", tmp_path, capsys=capsys)
+    joma("run", "toy", "--out", tmp_path, "--seeds", 2, capsys=capsys)
+    held, _ = sorted(file.parent for file in tmp_path.rglob("config.json"))
+    with lock(held):
+        code, out, err = joma("judge", tmp_path, "--json", capsys=capsys)
+    assert (code, len(json.loads(out))) == (2, 1)
+    assert "held by another process" in err
+
+
+def edit(file, before, after):
+    assert before in file.read_text()
+    file.write_text(file.read_text().replace(before, after))
 
 
 def test_set_parses_lists_and_repeats(tmp_path, capsys):
@@ -124,7 +153,7 @@ def test_set_parses_switches_and_lists_that_may_be_none_or_empty(tmp_path, capsy
         (["run", "--set", "slope=nan"], "`slope` must be finite, got nan; give a finite number."),
         (["run", "--set", "levels=1,inf"], "`levels` must be finite, got inf"),
         (["run", "--device", "cuda"], "`--device` must be a device that is there"),
-        (["judge", "nowhere"], "no finished run below nowhere; run `joma run --out nowhere` first."),
+        (["judge", "nowhere"], "no finished run below nowhere; give the folder that runs were stored under"),
         (["report", "nowhere"], "no finished run below nowhere; run `joma run --out nowhere` first."),
     ],
 )

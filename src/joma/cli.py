@@ -85,33 +85,40 @@ class Run:
 
 @dataclass(frozen=True)
 class Judge:
-    """Judge finished runs anew by the present claims and draw them again. Nothing is trained."""
+    """Judge finished runs anew by the present claims and draw them again. Nothing is trained.
+
+    Exit code 2 says that a run could not be judged, such as one of another version; it is left as it is.
+    """
 
     dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
-    """Folder that runs were stored under, or the folder of one run."""
+    """Folder that runs were stored under, or that of one study or one run in it."""
     json: bool = False
     """Print one JSON document instead of tables."""
 
     def __call__(self) -> int:
+        from joma.arguments import InputError
         from joma.files import StorageError
         from joma.runs import find_runs, read_config
-        from joma.studies import Outdated, judge, load
+        from joma.studies import judge, load
 
+        single = sorted(self.dir.glob("*/claims.json")) if self.dir.is_dir() else []
+        paths = [path.parent for path in single] or find_runs(self.dir)
+        paths = [self.dir] if (self.dir / "claims.json").exists() else paths
+        if not paths:
+            remedy = "give the folder that runs were stored under, or that of one run, OUT/<study>/<hash>"
+            raise StorageError(f"no finished run below {self.dir}; {remedy}.")
         outcomes = []
-        paths = [self.dir] if (self.dir / "claims.json").exists() else find_runs(self.dir)
         for path in paths:
-            study = load(read_config(path)["study"])
             try:
+                study = load(read_config(path)["study"])
                 outcomes.append(judge(study, path))
-            except Outdated as problem:
-                complain(str(problem))
+            except (StorageError, InputError) as problem:  # the others are judged all the same
+                complain(f"{path} is left as it is: {problem}")
                 continue
             if not self.json:
-                show_claims(study.title, outcomes[-1])
-        if not outcomes:
-            found = "no finished run of a present study" if paths else "no finished run"
-            raise StorageError(f"{found} below {self.dir}; run `joma run --out {self.dir}` first.")
-        return concluded(outcomes, as_json=self.json)
+                show_claims(study.title, outcomes[-1], "judged anew")
+        code = concluded(outcomes, as_json=self.json)
+        return code if len(outcomes) == len(paths) else BAD_INPUT
 
 
 @dataclass(frozen=True)
@@ -230,13 +237,13 @@ Command = (
 )
 
 
-def show_claims(title: str, outcome: Any) -> None:
+def show_claims(title: str, outcome: Any, when: str | None = None) -> None:
     """Print one study's claims as a table."""
     from rich.markup import escape
 
     from joma.report.table import claims, show
 
-    when = "was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s"
+    when = when or ("was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s")
     show(claims(f"{outcome.study}: {title}\n[not bold]{escape(str(outcome.path))}, {when}[/]", outcome.claims))
 
 

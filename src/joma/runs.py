@@ -20,7 +20,7 @@ from typing import Any
 import xarray as xr
 
 from joma.arguments import InputError
-from joma.files import StorageError, checksum, lock, read_json, short_hash, write_json, write_whole
+from joma.files import StorageError, checksum, lock, read_json, short_hash, storage_error, write_json, write_whole
 
 TRAJECTORY = "trajectory.nc"
 PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib")
@@ -118,7 +118,7 @@ def log(path: Path, line: str) -> None:
         with (path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{now()} {line}\n")
     except OSError as cause:
-        raise StorageError(f"cannot write {path / 'log.txt'}: {cause.strerror}.") from None
+        raise storage_error(path / "log.txt", cause) from None
 
 
 def write_claims(path: Path, claims: list[dict[str, Any]], *, wall_time: float) -> None:
@@ -129,29 +129,27 @@ def write_claims(path: Path, claims: list[dict[str, Any]], *, wall_time: float) 
 
 def read_claims(path: Path) -> dict[str, Any]:
     """Read a finished run's claims, after checking that its trajectory is the one they were measured on."""
-    record = _record(path / "claims.json")
+    record = _record(path / "claims.json", "claims", "wall_time_s", "trajectory_sha256")
     trajectory = path / TRAJECTORY
     if not trajectory.exists():
         raise StorageError(f"{trajectory} is missing; delete {path} to run it again.")
-    if checksum(trajectory) != record.get("trajectory_sha256"):
+    if checksum(trajectory) != record["trajectory_sha256"]:
         raise StorageError(f"{trajectory} is cut short or altered since its claims were measured; {_again(path)}")
     return record
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read what a run is: `study`, `version`, `config`, `seeds` and `preset`."""
-    record = _record(path / "config.json")
-    missing = {"study", "version", "config", "seeds", "preset"} - record.keys()
-    if missing:
-        raise StorageError(f"{path / 'config.json'} lacks {', '.join(sorted(missing))}; {_again(path)}")
-    return record
+    return _record(path / "config.json", "study", "version", "config", "seeds", "preset")
 
 
-def _record(file: Path) -> dict[str, Any]:
-    """Read a JSON file that holds names and values."""
+def _record(file: Path, *names: str) -> dict[str, Any]:
+    """Read a JSON file that holds names and values, these at least."""
     found = read_json(file)
     if not isinstance(found, dict):
         raise StorageError(f"{file} is not what a run writes; delete {file.parent} to run it again.")
+    if missing := [name for name in names if name not in found]:
+        raise StorageError(f"{file} lacks {', '.join(missing)}; {_again(file.parent)}")
     return found
 
 
@@ -199,9 +197,14 @@ def write_trajectory(path: Path, trajectory: xr.Dataset) -> None:
 
 
 def find_runs(out: Path) -> list[Path]:
-    """The finished runs below `out`, by study and then oldest first."""
+    """The finished runs below `out`, by study and then oldest first; judging one anew makes it no younger."""
     found = [claims.parent for claims in out.glob("*/*/claims.json")]
-    return sorted(found, key=lambda path: (path.parent.name, (path / "claims.json").stat().st_mtime_ns))
+    return sorted(found, key=lambda path: (path.parent.name, _age(path)))
+
+
+def _age(path: Path) -> int:
+    there = (file for file in (path / TRAJECTORY, path / "claims.json") if file.exists())
+    return next(there).stat().st_mtime_ns
 
 
 def now() -> str:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import toy_study
 from joma import open_run
 from joma.arguments import InputError
 from joma.files import Held, StorageError, lock
-from joma.runs import read_claims
-from joma.studies import MODULES, Outdated, execute, judge, load
+from joma.runs import find_runs, read_claims, write_claims, write_trajectory
+from joma.studies import MODULES, execute, judge, load
 from joma.studies.base import Absent, Claim, at_least, at_most, between, near
 from toy_study import STUDY, Config
 
@@ -49,9 +50,17 @@ def changed(**options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"expected": at_least(3.0)}, {"said": "The line ends at 3.", "expected": near(3, 0)}]
+    ("options", "verdict"),
+    [
+        ({"expected": at_least(3.0)}, "does not hold"),
+        ({"said": "The line ends where it should."}, "holds"),
+        ({"across": "every"}, "holds"),
+        ({"presets": ("quick",)}, "not tested at this preset"),
+        ({"seeds": 3}, "not tested at this preset"),
+        ({"name": "last"}, "holds"),
+    ],
 )
-def test_a_finished_run_is_judged_anew_where_its_claims_were_others(tmp_path, options):
+def test_a_finished_run_is_judged_anew_where_its_claims_were_others(tmp_path, options, verdict):
     first = execute(STUDY, preset="paper", out=tmp_path, seeds=2)
     calls = len(toy_study.calls)
     other = changed(**options)
@@ -62,7 +71,7 @@ def test_a_finished_run_is_judged_anew_where_its_claims_were_others(tmp_path, op
         True,
         pytest.approx(first.wall_time, abs=1e-3),
     )
-    assert verdicts(second) == {**verdicts(first), "end": "does not hold"}
+    assert [claim["verdict"] for claim in second.claims] == [verdict, *[claim["verdict"] for claim in first.claims[1:]]]
     assert read_claims(second.path)["claims"] == second.claims
     assert "judged anew" in (second.path / "log.txt").read_text()
     assert execute(other, preset="paper", out=tmp_path, seeds=2).claims == second.claims
@@ -73,7 +82,9 @@ def test_a_run_is_judged_from_what_is_stored_at_the_preset_that_it_was_run_at(tm
     first = execute(STUDY, preset="paper", out=tmp_path)
     for file in (first.path / "figures").iterdir():
         file.rename(file.with_stem("1-old"))
-    (first.path / "figures" / "mine.svg").touch()
+    for name in ("mine.svg", "1-line-mine.svg", "2024-mine.svg"):
+        (first.path / "figures" / name).touch()
+    (first.path / "figures" / "3-folder.svg").mkdir()
     calls = len(toy_study.calls)
     again = judge(STUDY, first.path)
     assert len(toy_study.calls) == calls
@@ -83,13 +94,44 @@ def test_a_run_is_judged_from_what_is_stored_at_the_preset_that_it_was_run_at(tm
         "1-line.pdf",
         "1-line.txt",
         "mine.svg",
+        "1-line-mine.svg",
+        "2024-mine.svg",
+        "3-folder.svg",
     }
+
+
+def test_a_stored_run_that_lacks_what_is_measured_is_named_and_kept(tmp_path):
+    path = execute(STUDY, out=tmp_path).path
+    write_trajectory(path / "trajectory.nc", open_run(path).rename(value="worth"))
+    with pytest.raises(StorageError, match="altered since its claims were measured"):
+        judge(STUDY, path)
+    write_claims(path, [], wall_time=1.0)
+    with pytest.raises(
+        StorageError, match=f"{path.name} lacks what toy is judged by .*value.*; delete it to run it again"
+    ):
+        judge(STUDY, path)
+    assert read_claims(path)["claims"] == []
+
+
+def test_the_preset_of_a_stored_run_is_that_which_it_was_run_at(tmp_path):
+    options = {"out": tmp_path, "seeds": 2, "config": Config()}
+    execute(STUDY, preset="quick", **options)
+    for study in (STUDY, changed(said="Another.")):
+        again = execute(study, preset="paper", **options)
+        assert (again.preset, again.reused) == ("quick", True)
+
+
+def test_judging_makes_no_run_younger(tmp_path):
+    old, new = (execute(STUDY, out=tmp_path, seeds=seeds).path for seeds in (1, 2))
+    os.utime(old / "trajectory.nc", (0, 0))
+    judge(STUDY, old)
+    assert find_runs(tmp_path) == [old, new]
 
 
 def test_a_run_of_another_version_is_not_judged(tmp_path):
     path = execute(STUDY, out=tmp_path).path
     before = (path / "claims.json").read_bytes()
-    with pytest.raises(Outdated, match=r"version 1, where toy, version 2 is judged; run it again"):
+    with pytest.raises(StorageError, match=r"version 1, where toy, version 2 is judged; run it again"):
         judge(dataclasses.replace(STUDY, version=2), path)
     assert (path / "claims.json").read_bytes() == before
     with lock(path), pytest.raises(Held):

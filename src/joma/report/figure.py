@@ -22,6 +22,7 @@ from joma.files import write_text, write_whole
 # Okabe and Ito's colours, dark to light so that their greys differ too.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+SUFFIXES = (".svg", ".pdf", ".txt")  # of the files that are written of a figure
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLE: Any = {
     "axes.grid": True,
@@ -123,7 +124,7 @@ def letters(axes: np.ndarray) -> None:
 def save(figure: Figure, stem: Path, *, caption: str) -> None:
     """Write `stem.svg` for the report, `stem.pdf` for a paper and `stem.txt`, the caption, each whole."""
     with style():
-        for suffix, metadata in ((".svg", {"Date": None}), (".pdf", {"CreationDate": None})):
+        for suffix, metadata in zip(SUFFIXES, ({"Date": None}, {"CreationDate": None}), strict=False):
 
             def write(temporary: Path, metadata: dict = metadata) -> None:
                 figure.savefig(temporary, metadata=metadata)

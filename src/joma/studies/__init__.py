@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 
 from joma.arguments import choice
-from joma.studies.base import Outdated, Study, execute, judge
+from joma.studies.base import Study, execute, judge
 
-__all__ = ["MODULES", "Outdated", "Study", "execute", "judge", "load"]
+__all__ = ["MODULES", "Study", "execute", "judge", "load"]
 
 # In the order of the paper, which is the order of `joma list` and of the report.
 MODULES = {

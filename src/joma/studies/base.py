@@ -158,6 +158,8 @@ class Claim:
             "said": self.said,
             "expected": self.expected.text,
             "across": self.across,
+            "presets": list(self.presets),
+            "seeds": self.seeds,
             "measured": summary(values),
             "verdict": verdict,
         }
@@ -303,9 +305,10 @@ def execute(
     with run.hold():
         if run.finished:
             record = read_claims(run.path)
-            if not _says_the_same(study, record["claims"]):
-                return _judge_stored(study, run.path)
-            return Outcome(study.name, preset, run.path, record["claims"], record["wall_time_s"], reused=True)
+            if _says_the_same(study, record["claims"]):
+                stored = read_config(run.path)["preset"]
+                return Outcome(study.name, stored, run.path, record["claims"], record["wall_time_s"], reused=True)
+            return _judge_stored(study, run.path)
         run.begin(preset)
         begun = time.perf_counter()
         with _threads(study.threads):
@@ -318,27 +321,29 @@ def execute(
     return Outcome(study.name, preset, run.path, claims, wall_time, reused=False)
 
 
-class Outdated(StorageError):
-    """A run that another version of its study stored."""
-
-
 def judge(study: Study, path: Path | str) -> Outcome:
     """Judge a finished run's claims anew and draw its figures again, from its trajectory: nothing is trained.
 
-    `Outdated` if another version of the study stored it: what lies there is not what the claims are about.
+    A run that another version of the study stored is refused: what lies there is not what the claims are about.
     """
     path = Path(path)
     there = read_config(path)
     if (there["study"], there["version"]) != (study.name, study.version):
         stored, present = f"{there['study']}, version {there['version']}", f"{study.name}, version {study.version}"
-        raise Outdated(f"{path} holds a run of {stored}, where {present} is judged; run it again with `joma run`.")
+        raise StorageError(f"{path} holds a run of {stored}, where {present} is judged; run it again with `joma run`.")
     with lock(path):
         return _judge_stored(study, path)
 
 
 def _judge_stored(study: Study, path: Path) -> Outcome:
     record, preset = read_claims(path), read_config(path)["preset"]
-    claims = _judge(study, open_run(path), preset, path)
+    try:
+        claims = _judge(study, open_run(path), preset, path)
+    except (KeyError, AttributeError) as cause:  # xarray's words for a variable or a label that is not there
+        reason = str(cause).splitlines()[0]
+        raise StorageError(
+            f"{path} lacks what {study.name} is judged by ({reason}); delete it to run it again."
+        ) from None
     write_claims(path, claims, wall_time=record["wall_time_s"])
     log(path, "judged anew")
     return Outcome(study.name, preset, path, claims, record["wall_time_s"], reused=True)
@@ -346,8 +351,8 @@ def _judge_stored(study: Study, path: Path) -> Outcome:
 
 def _says_the_same(study: Study, records: list[dict[str, Any]]) -> bool:
     """Whether these are records of the study's present claims, word for word."""
-    names = ("name", "said", "expected", "across")
-    present = [(claim.name, claim.said, claim.expected.text, claim.across) for claim in study.claims]
+    names = ("name", "said", "expected", "across", "presets", "seeds")
+    present = [(c.name, c.said, c.expected.text, c.across, list(c.presets), c.seeds) for c in study.claims]
     return [tuple(record.get(name) for name in names) for record in records] == present
 
 
@@ -395,13 +400,15 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _draw(study: Study, trajectory: xr.Dataset, path: Path) -> None:
-    from joma.report.figure import save, style
+    from joma.report.figure import SUFFIXES, save, style
 
     stems = [f"{place}-{name}" for place, name in enumerate(study.figures, start=1)]
     for stem, drawing in zip(stems, study.figures.values(), strict=True):
         with style():
             figure = drawing.draw(trajectory)
         save(figure, path / "figures" / stem, caption=drawing.caption)
-    for left in (path / "figures").glob("[0-9]*-*.*"):  # of figures that the study no longer has
-        if left.stem not in stems:
-            left.unlink()
+    for left in (path / "figures").glob("[0-9]*-*.svg"):  # of figures that the study no longer has
+        files = [left.with_suffix(suffix) for suffix in SUFFIXES]
+        if left.stem not in stems and all(file.is_file() for file in files):
+            for file in files:
+                file.unlink()

@@ -187,6 +187,7 @@ CLAIMS = (
             partial(measure, depth=depth),
             at_most(0.1),
             presets=("paper",),
+            seeds=3,
         )
         for kind, measure, where in (
             ("curve", distance, "over the whole validation text"),
