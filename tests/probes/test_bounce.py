@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.signal
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from joma.arguments import InputError
-from joma.probes.bounce import _noise, _rise, _wandering, measure_bounce
+from joma.probes.bounce import _rise, measure_bounce
 
 X = np.linspace(0, 1, 30)
 FALLING = {"flat": 0 * X, "linear": -X, "fast": np.exp(-8 * X), "step": -1.0 * (X > 0.3)}
 
 
 def test_the_most_rises_in_noise_keep_the_nominal_rate():
-    """No curve that falls has a higher rate than the nominal one; a flat one's is not much lower."""
+    """For a flat curve the rate is the nominal one, and no curve that falls has a higher one."""
     rng = np.random.default_rng(0)
     for name, curve in FALLING.items():
         for sigma in (0.02, 0.3):
@@ -27,45 +28,25 @@ def test_the_most_rises_in_noise_keep_the_nominal_rate():
             assert (p <= 0.05).mean() <= most, (name, sigma)
     flat = rng.standard_normal((800, X.size))
     p = measure_bounce(np.arange(X.size), flat, draws=99, generator=rng).p_value
-    high = scipy.stats.binom.ppf(1 - 1e-4, 800, 0.5) / 800
-    assert 0.25 <= (p <= 0.5).mean() <= high  # some noise looks as if it wandered, which makes a rise less clear
+    low, high = scipy.stats.binom.ppf([1e-4, 1 - 1e-4], 800, 0.5) / 800
+    assert low <= (p <= 0.5).mean() <= high
 
 
-@given(st.floats(0, 0.95), st.integers(3, 12))
-def test_wandering_noise_has_the_covariance_that_is_said(rho, points):
-    """Every point is a sum of the independent ones; their weights give the covariance without any drawing."""
-    weights = _wandering(np.eye(points), rho)  # a row for each independent point
-    covariance = rho ** np.abs(np.subtract.outer(np.arange(points), np.arange(points)))
-    np.testing.assert_allclose(weights.T @ weights, covariance, atol=1e-12)
-    bend = np.diff(np.eye(points), n=2, axis=0)
-    mean_square = np.trace(bend @ covariance @ bend.T) / (points - 2)
-    curve = np.zeros(points)
-    curve[1] = np.sqrt(mean_square * (points - 2) / (np.diff(np.eye(points)[1], n=2) ** 2).sum())
-    assert _noise(curve[None], rho)[0] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(("rho", "most"), [(0.3, 0.12), (0.6, 0.25), (0.9, 0.45)])
-def test_noise_that_wanders_is_seldom_called_a_bounce(rho, most):
-    """Were it taken for independent, half to nearly all of these curves would be."""
-    rng = np.random.default_rng(3)
-    noisy = _wandering(rng.standard_normal((200, 60)), rho)
-    found = measure_bounce(np.arange(60), noisy, draws=99, generator=rng)
-    assert (found.p_value <= 0.05).mean() <= scipy.stats.binom.ppf(1 - 1e-3, 200, most) / 200
-    assert abs(np.median(found.wander) - rho) < 0.2
-    assert abs(np.median(found.noise) - 1) < 0.3
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 2**32), st.floats(0.2, 0.8))
-def test_a_return_is_found_in_noise_that_wanders(seed, turn):
-    rng = np.random.default_rng(seed)
-    clean = np.abs(np.linspace(0, 1, 60) - turn)
-    noisy = clean + 0.01 * _wandering(rng.standard_normal((1, 60)), 0.5)[0]
-    assert measure_bounce(np.arange(60), noisy, draws=99, generator=rng).p_value == 0.01
+@pytest.mark.parametrize(("rho", "least", "most"), [(0.3, 0.38, 0.55), (0.6, 0.76, 0.94)])
+def test_noise_that_wanders_is_called_a_bounce_as_often_as_is_said(rho, least, most):
+    """A limit of the test, which its docstring gives in figures; each point here is ρ times the one before and new."""
+    rng = np.random.default_rng(5)
+    for points in (30, 60):
+        fresh = rng.standard_normal((200, points)) * np.sqrt(1 - rho**2)
+        fresh[:, 0] /= np.sqrt(1 - rho**2)
+        noisy = scipy.signal.lfilter([1.0], [1.0, -rho], fresh, axis=-1)
+        rate = (measure_bounce(np.arange(points), noisy, draws=99, generator=rng).p_value <= 0.05).mean()
+        low, high = scipy.stats.binom.ppf([1e-3, 1 - 1e-3], 200, [least, most]) / 200
+        assert low <= rate <= high
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 2**32), st.floats(0.2, 0.8), st.floats(0, 0.1), st.floats(0.1, 100))
+@given(st.integers(0, 2**32), st.floats(0.2, 0.75), st.floats(0, 0.1), st.floats(0.1, 100))
 def test_a_return_is_found_whatever_the_unit(seed, turn, sigma, unit):
     rng = np.random.default_rng(seed)
     steps = np.arange(40) * 100

@@ -1,7 +1,7 @@
 """Does a measured curve fall and come back, or is it noise?
 
 The least value of a noisy curve lies below its end even where nothing bounces. So the rise is tested against a null:
-the best curve that never rises (isotonic regression), plus noise of the size seen in the data, which may wander.
+the best curve that never rises (isotonic regression), plus noise of the size seen in the data.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 from scipy.optimize import isotonic_regression
-from scipy.signal import lfilter
 
 from joma.arguments import InputError, positive, real, whole
 
 _FEWEST = 5  # points, below which noise and bounce cannot be told apart
 _HELD = 2**22  # contrasts held at once
-_WANDER = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])  # correlations of noise that are tried
-_TRIALS = 40  # curves of the null for each
 
 
 class MeasuredBounce(NamedTuple):
@@ -33,7 +30,6 @@ class MeasuredBounce(NamedTuple):
     recovery: np.ndarray  # end − least
     chance: np.ndarray  # the recovery that noise alone makes, on average
     noise: np.ndarray  # standard deviation of one point
-    wander: np.ndarray  # correlation of the noise from one point to the next
     p_value: np.ndarray  # how often noise alone rises as clearly
 
 
@@ -51,19 +47,13 @@ def measure_bounce(
         T = max_{i<j} (mean y_j..y_n − mean y_i..y_{j−1}) / (σ √(1/(n−j+1) + 1/(j−i)))
 
     T is the clearest rise from a run of points to all that follow it. T* are its values on the best curve that never
-    rises, with normal noise added whose correlation over k points is ρ^k. Its σ is estimated from second differences,
-    which a smooth curve hardly has,
-
-        σ² = mean (y_{k−1} − 2 y_k + y_{k+1})² / (6 − 8ρ + 2ρ²)
-
-    anew in every draw; ρ ≥ 0 is the one with which the null's residuals from the best curve that falls, rises and
-    falls again are as correlated as those of y (indirect inference: such a curve follows the noise too, which hides
-    some of its correlation, in the null as in y). Noise that wanders as slowly as the curve itself turns cannot be told
-    from a bounce, and single spikes are no normal noise: on flat curves of 30 to 60 points a rate of 5 % is 3 % with
-    ρ = 0, 10 % with 0.3, 20 to 35 % with 0.6 and 40 % with 0.9, where noise taken for independent would make it 50 to
-    97 %. Where a curve falls steeply between two points, that fall is taken for noise, and a rise must be the clearer:
-    with few points after a steep fall the test errs on the side of no bounce. A small p says that this curve rises;
-    whether others would, the spread over seeds must tell.
+    rises, with normal noise added. The noise's σ is estimated from second differences, which a smooth curve hardly has,
+    σ² = mean (y_{k−1} − 2 y_k + y_{k+1})² / 6, anew in every draw; it is taken to be independent from point to point.
+    Noise that wanders is called a bounce too often: at the level of 5 %, of flat curves of 30 to 60 points with a
+    correlation of 0.3 from point to point 38 to 55 % are, with 0.6 76 to 94 %. Where a curve falls steeply between two
+    points, that fall is taken for noise, and a rise must be the clearer: with few points after a steep fall the test
+    errs on the side of no bounce. A small p says that this curve rises; whether others would, the spread over seeds
+    must tell.
 
     Args:
         steps: [step], increasing.
@@ -73,7 +63,7 @@ def measure_bounce(
         generator: where their noise comes from; `np.random.default_rng(0)` if not given.
 
     Returns:
-        Ten arrays [*batch].
+        Nine arrays [*batch].
 
     >>> steps = np.arange(30)
     >>> found = measure_bounce(steps, np.abs(steps - 10) / 10)
@@ -90,9 +80,8 @@ def measure_bounce(
     sigma = np.full(y.shape[:-1], np.nan) if noise is None else _known(noise, y.shape[:-1])
     count = whole("draws", draws, low=1)
     rng = np.random.default_rng(0) if generator is None else generator
-    both = rng, rng.spawn(1)[0]  # trials of its own: where noise does not wander, draws are what they would be
-    found = [_one(at, own, float(s), count, both) for own, s in zip(y.reshape(-1, at.size), sigma.flat, strict=True)]
-    fields = np.array(found, dtype=np.float64).T.reshape(len(MeasuredBounce._fields), *y.shape[:-1])
+    found = [_one(at, own, float(s), count, rng) for own, s in zip(y.reshape(-1, at.size), sigma.flat, strict=True)]
+    fields = np.array(found, dtype=np.float64).T.reshape(9, *y.shape[:-1])
     return MeasuredBounce(*(np.asarray(field) for field in fields))
 
 
@@ -106,67 +95,23 @@ def _known(noise: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _one(
-    at: Float[np.ndarray, " step"],
-    y: Float[np.ndarray, " step"],
-    known: float,
-    draws: int,
-    rngs: tuple[np.random.Generator, np.random.Generator],
+    at: Float[np.ndarray, " step"], y: Float[np.ndarray, " step"], known: float, draws: int, rng: np.random.Generator
 ) -> tuple[float, ...]:
-    """Return the ten numbers of one curve."""
+    """Return the nine numbers of one curve."""
     there = ~np.isnan(y)
     at, y = at[there], y[there]
     if y.size < _FEWEST:
-        return (np.nan,) * len(MeasuredBounce._fields)
+        return (np.nan,) * 9
     lowest = int(y.argmin())
-    wander = _wander(y, known, rngs[1].standard_normal((_TRIALS, y.size)))
-    sigma = _noise(y[None], wander)[0] if np.isnan(known) else known
-    added = sigma * _wandering(rngs[0].standard_normal((draws, y.size)), wander)
-    null = _never_rising(y, _of_means(sigma, wander)) + added
-    sizes = _noise(added, wander) if np.isnan(known) else np.full(draws, known)  # the steps of the null are no noise
+    sigma = _noise(y[None])[0] if np.isnan(known) else known
+    added = sigma * rng.standard_normal((draws, y.size))
+    null = _never_rising(y, sigma) + added
+    sizes = _noise(added) if np.isnan(known) else np.full(draws, known)  # the steps of the null are no noise
     clearer = (_rise(null, sizes) >= _rise(y[None], np.array([sigma]))[0]).sum()
     chance = float((null[:, -1] - null.min(axis=-1)).mean())
     depth, recovery = y[0] - y[lowest], y[-1] - y[lowest]
     p_value = (1 + clearer) / (1 + draws)
-    return y[0], y[lowest], at[lowest], y[-1], depth, recovery, chance, sigma, wander, p_value
-
-
-def _wander(y: Float[np.ndarray, " step"], known: float, trials: Float[np.ndarray, "trial step"]) -> float:
-    """Return the correlation of noise from point to point with which the null's residuals are as correlated as y's."""
-    ours = _correlation(y)
-    found = []
-    for rho in _WANDER:
-        sigma = _noise(y[None], rho)[0] if np.isnan(known) else known
-        null = _never_rising(y, _of_means(sigma, rho)) + sigma * _wandering(trials, rho)
-        found.append(np.mean([_correlation(own) for own in null]))
-        if found[-1] >= ours:
-            break
-    return float(np.interp(ours, np.maximum.accumulate(found), _WANDER[: len(found)]))
-
-
-def _correlation(y: Float[np.ndarray, " step"]) -> float:
-    """Correlation over one point of the residuals from a curve that falls to y's least value, rises and falls again.
-
-    −1 where nothing is left but rounding.
-    """
-    turn = int(y.argmin()) + 1
-    again = turn + int(y[turn:].argmax()) + 1 if turn < y.size else turn
-    pieces = ((y[:turn], False), (y[turn:again], True), (y[again:], False))
-    fit = [isotonic_regression(piece, increasing=up).x for piece, up in pieces if piece.size]
-    left = y - np.concatenate(fit)
-    size = float((left**2).sum())
-    return float((left[1:] * left[:-1]).sum()) / size if size > 1e-24 * float((y**2).sum()) else -1.0
-
-
-def _wandering(noise: Float[np.ndarray, "curve step"], rho: float) -> Float[np.ndarray, "curve step"]:
-    """Make normal noise of unit size and correlation ρ^k over k points out of independent noise."""
-    fresh = np.sqrt(1 - rho**2) * noise
-    fresh[:, 0] = noise[:, 0]
-    return np.asarray(lfilter([1.0], [1.0, -rho], fresh, axis=-1))
-
-
-def _of_means(sigma: float, rho: float) -> float:
-    """The size of independent noise whose means over many points are as noisy."""
-    return sigma * np.sqrt((1 + rho) / (1 - rho))
+    return y[0], y[lowest], at[lowest], y[-1], depth, recovery, chance, sigma, p_value
 
 
 def _never_rising(y: Float[np.ndarray, " step"], sigma: float) -> Float[np.ndarray, " step"]:
@@ -187,8 +132,8 @@ def _never_rising(y: Float[np.ndarray, " step"], sigma: float) -> Float[np.ndarr
     return np.repeat(np.add.reduceat(y, blocks[:-1]) / size, size)
 
 
-def _noise(y: Float[np.ndarray, "curve step"], rho: float) -> Float[np.ndarray, " curve"]:
-    return np.sqrt((np.diff(y, n=2, axis=-1) ** 2).mean(axis=-1) / (6 - 8 * rho + 2 * rho**2))
+def _noise(y: Float[np.ndarray, "curve step"]) -> Float[np.ndarray, " curve"]:
+    return np.sqrt((np.diff(y, n=2, axis=-1) ** 2).mean(axis=-1) / 6)
 
 
 def _rise(y: Float[np.ndarray, "curve step"], sigma: Float[np.ndarray, " curve"]) -> Float[np.ndarray, " curve"]:
