@@ -9,11 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.memory import forget_peak, resident
 from benchmarks.training import synchronised
 from joma.probes import blocks
 from joma.probes.blocks import IMPLEMENTATIONS, PRECISIONS, Scores
@@ -89,15 +89,10 @@ def extra_memory(which: str) -> int:
     query, key = inputs(4096, 8, "cpu")
     call = {"eager": eager, "ours": ours}[which]
     call(query[..., :64, :], key[..., :64, :])  # loads what the first call loads
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = _status("VmRSS")
+    forget_peak()
+    before = resident("VmRSS")
     call(query, key)
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+    return resident("VmHWM") - before
 
 
 def apart(which: str) -> int:

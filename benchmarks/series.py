@@ -22,18 +22,14 @@ SHAPES = {
 }
 MEASURE = """
 import json, sys
-from pathlib import Path
 
 import joma.watch.probing, joma.watch.audit
+from benchmarks.memory import forget_peak, resident
 from joma.watch.audit import audit
 from joma.watch.probing import WEIGHTS
 from joma.watch.series import Checkpoints, Store
 
-def resident(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+forget_peak()
 before = resident("VmRSS")
 series, store = Checkpoints(sys.argv[1]), Store(sys.argv[2])
 faults = audit(series, store=store).faults

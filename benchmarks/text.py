@@ -20,12 +20,12 @@ from joma.progress import SILENT
 
 LARGE = 103_000_000  # tokens of WikiText-103's training split
 MEASURE = """
-import re, sys
-from pathlib import Path
+import sys
+from benchmarks.memory import resident
 from joma.data.text import corpus
 text = corpus(sys.argv[1], cache=sys.argv[2])
-print(len(text.train), re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-"""  # in KiB; unlike getrusage's, this figure does not begin at that of the process which started it
+print(len(text.train), resident("VmHWM"))
+"""
 
 
 def rows() -> Iterator[tuple[str, str, str, bool]]:
@@ -83,4 +83,4 @@ def _large(source: Path, tokens: int, folder: Path) -> tuple[int, float, float]:
     command = [sys.executable, "-c", MEASURE, str(made), str(folder / "cache-large")]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     count, memory = map(int, done.stdout.split())
-    return count, memory / 1024, time.perf_counter() - begin
+    return count, memory / 2**20, time.perf_counter() - begin

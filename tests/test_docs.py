@@ -31,8 +31,8 @@ def test_all_stored_runs_are_found():
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
 def test_a_stored_run_comes_to_what_its_page_says(path):
-    study, stored = load(path.parent.name), read_claims(path)
-    judged = [claim.judge(open_run(path), read_config(path)["preset"]) for claim in study.claims]
+    study, stored, run = load(path.parent.name), read_claims(path), open_run(path)
+    judged = [claim.judge(run, read_config(path)["preset"]) for claim in study.claims]
     _, *said = [line for line in section(study).splitlines() if line.startswith("| ")]
     assert said == [row(record) for record in judged]
     assert said == [row(record) for record in stored["claims"]]

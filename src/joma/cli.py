@@ -101,9 +101,7 @@ class Judge:
         from joma.runs import find_runs, read_config
         from joma.studies import judge, load
 
-        single = sorted(self.dir.glob("*/claims.json")) if self.dir.is_dir() else []
-        paths = [path.parent for path in single] or find_runs(self.dir)
-        paths = [self.dir] if (self.dir / "claims.json").exists() else paths
+        paths = next(filter(None, (find_runs(self.dir, depth) for depth in range(3))), [])
         if not paths:
             remedy = "give the folder that runs were stored under, or that of one run, OUT/<study>/<hash>"
             raise StorageError(f"no finished run below {self.dir}; {remedy}.")
@@ -262,10 +260,7 @@ def _listing(study: Any) -> dict[str, Any]:
         "about": study.about,
         "version": study.version,
         "presets": {name: dataclasses.asdict(preset) for name, preset in study.presets.items()},
-        "claims": [
-            {"name": c.name, "said": c.said, "expected": c.expected.text, "across": c.across, "presets": c.presets}
-            for c in study.claims
-        ],
+        "claims": [claim.words for claim in study.claims],
     }
 
 

@@ -196,9 +196,12 @@ def write_trajectory(path: Path, trajectory: xr.Dataset) -> None:
     write_whole(path, write)
 
 
-def find_runs(out: Path) -> list[Path]:
-    """The finished runs below `out`, by study and then oldest first; judging one anew makes it no younger."""
-    found = [claims.parent for claims in out.glob("*/*/claims.json")]
+def find_runs(out: Path, depth: int = 2) -> list[Path]:
+    """The finished runs below `out`, by study and then oldest first; judging one anew makes it no younger.
+
+    They lie two folders down; one where `out` holds the runs of one study, none where it is itself a run.
+    """
+    found = [claims.parent for claims in out.glob("*/" * depth + "claims.json")]
     return sorted(found, key=lambda path: (path.parent.name, _age(path)))
 
 

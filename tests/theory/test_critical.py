@@ -79,7 +79,8 @@ def test_what_is_found_is_critical_and_told_apart_by_its_neighbourhood(name, flo
                 around /= np.linalg.norm(around, axis=-1, keepdims=True)
             return objective(unit, around, decay=decay) - objective(unit, point, decay=decay)
 
-        rise = np.append(rises(away), rises(principal_axes(away, rises(away))))
+        rise = rises(away)
+        rise = np.append(rise, rises(principal_axes(away, rise)))
         if kind != "degenerate":
             assert {"stable": (rise < 0).all(), "unstable": (rise > 0).all(), "saddle": rise.min() < 0 < rise.max()}[
                 kind

@@ -5,7 +5,7 @@ Series differ by colour *and* by line style and marker, so that a figure is read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from joma.files import write_text, write_whole
 # Okabe and Ito's colours, dark to light so that their greys differ too.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-SUFFIXES = (".svg", ".pdf", ".txt")  # of the files that are written of a figure
+PICTURES = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # what a figure is saved as, with what metadata
+CAPTION = ".txt"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLE: Any = {
     "axes.grid": True,
@@ -124,11 +125,20 @@ def letters(axes: np.ndarray) -> None:
 def save(figure: Figure, stem: Path, *, caption: str) -> None:
     """Write `stem.svg` for the report, `stem.pdf` for a paper and `stem.txt`, the caption, each whole."""
     with style():
-        for suffix, metadata in zip(SUFFIXES, ({"Date": None}, {"CreationDate": None}), strict=False):
+        for suffix, metadata in PICTURES.items():
 
             def write(temporary: Path, metadata: dict = metadata) -> None:
                 figure.savefig(temporary, metadata=metadata)
                 temporary.chmod(0o644)
 
             write_whole(stem.with_suffix(suffix), write)
-    write_text(stem.with_suffix(".txt"), caption + "\n")
+    write_text(stem.with_suffix(CAPTION), caption + "\n")
+
+
+def clear(folder: Path, *, keep: Collection[str]) -> None:
+    """Remove the numbered figures of other names that `save` wrote there; what lacks one of its files it did not."""
+    for left in folder.glob("[0-9]*-*.svg"):
+        files = [left.with_suffix(suffix) for suffix in (*PICTURES, CAPTION)]
+        if left.stem not in keep and all(file.is_file() for file in files):
+            for file in files:
+                file.unlink()

@@ -140,6 +140,18 @@ class Claim:
     presets: tuple[str, ...] = ("quick", "paper")
     seeds: int = 1
 
+    @property
+    def words(self) -> dict[str, Any]:
+        """The claim as it is stored and listed: all but how it is measured."""
+        return {
+            "name": self.name,
+            "said": self.said,
+            "expected": self.expected.text,
+            "across": self.across,
+            "presets": list(self.presets),
+            "seeds": self.seeds,
+        }
+
     def judge(self, trajectory: xr.Dataset, preset: str) -> dict[str, Any]:
         """Measure the claim on a run: a record for `claims.json`, with the spread over seeds and the verdict."""
         there = preset in self.presets and trajectory.sizes.get("seed", 1) >= self.seeds
@@ -153,16 +165,7 @@ class Claim:
         verdict: Verdict = "holds" if all(value in self.expected for value in judged) else "does not hold"
         if not there:
             verdict = "not tested at this preset"
-        return {
-            "name": self.name,
-            "said": self.said,
-            "expected": self.expected.text,
-            "across": self.across,
-            "presets": list(self.presets),
-            "seeds": self.seeds,
-            "measured": summary(values),
-            "verdict": verdict,
-        }
+        return {**self.words, "measured": summary(values), "verdict": verdict}
 
 
 def summary(values: np.ndarray) -> dict[str, Any]:
@@ -304,11 +307,7 @@ def execute(
     run = Run(Path(out), study.name, study.version, {**fields, **study.inputs(config)}, tuple(range(count)))
     with run.hold():
         if run.finished:
-            record = read_claims(run.path)
-            if _says_the_same(study, record["claims"]):
-                stored = read_config(run.path)["preset"]
-                return Outcome(study.name, stored, run.path, record["claims"], record["wall_time_s"], reused=True)
-            return _judge_stored(study, run.path)
+            return _stored(study, run.path, anew=False)
         run.begin(preset)
         begun = time.perf_counter()
         with _threads(study.threads):
@@ -332,28 +331,29 @@ def judge(study: Study, path: Path | str) -> Outcome:
         stored, present = f"{there['study']}, version {there['version']}", f"{study.name}, version {study.version}"
         raise StorageError(f"{path} holds a run of {stored}, where {present} is judged; run it again with `joma run`.")
     with lock(path):
-        return _judge_stored(study, path)
+        return _stored(study, path, anew=True)
 
 
-def _judge_stored(study: Study, path: Path) -> Outcome:
+def _stored(study: Study, path: Path, *, anew: bool) -> Outcome:
+    """Return a finished run, its claims judged anew if that is asked for or if they were others, word for word."""
     record, preset = read_claims(path), read_config(path)["preset"]
+    claims = record["claims"]
+    words = [{name: value for name, value in own.items() if name not in {"measured", "verdict"}} for own in claims]
+    if anew or words != [claim.words for claim in study.claims]:
+        claims = _judge_stored(study, path, preset)
+        write_claims(path, claims, wall_time=record["wall_time_s"])
+        log(path, "judged anew")
+    return Outcome(study.name, preset, path, claims, record["wall_time_s"], reused=True)
+
+
+def _judge_stored(study: Study, path: Path, preset: str) -> list[dict[str, Any]]:
     try:
-        claims = _judge(study, open_run(path), preset, path)
+        return _judge(study, open_run(path), preset, path)
     except (KeyError, AttributeError) as cause:  # xarray's words for a variable or a label that is not there
         reason = str(cause).splitlines()[0]
         raise StorageError(
             f"{path} lacks what {study.name} is judged by ({reason}); delete it to run it again."
         ) from None
-    write_claims(path, claims, wall_time=record["wall_time_s"])
-    log(path, "judged anew")
-    return Outcome(study.name, preset, path, claims, record["wall_time_s"], reused=True)
-
-
-def _says_the_same(study: Study, records: list[dict[str, Any]]) -> bool:
-    """Whether these are records of the study's present claims, word for word."""
-    names = ("name", "said", "expected", "across", "presets", "seeds")
-    present = [(c.name, c.said, c.expected.text, c.across, list(c.presets), c.seeds) for c in study.claims]
-    return [tuple(record.get(name) for name in names) for record in records] == present
 
 
 def _judge(study: Study, trajectory: xr.Dataset, preset: str, path: Path) -> list[dict[str, Any]]:
@@ -400,15 +400,11 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _draw(study: Study, trajectory: xr.Dataset, path: Path) -> None:
-    from joma.report.figure import SUFFIXES, save, style
+    from joma.report.figure import clear, save, style
 
     stems = [f"{place}-{name}" for place, name in enumerate(study.figures, start=1)]
     for stem, drawing in zip(stems, study.figures.values(), strict=True):
         with style():
             figure = drawing.draw(trajectory)
         save(figure, path / "figures" / stem, caption=drawing.caption)
-    for left in (path / "figures").glob("[0-9]*-*.svg"):  # of figures that the study no longer has
-        files = [left.with_suffix(suffix) for suffix in SUFFIXES]
-        if left.stem not in stems and all(file.is_file() for file in files):
-            for file in files:
-                file.unlink()
+    clear(path / "figures", keep=stems)
