@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from benchmarks.training import Row, synchronised
 from joma import noise
 from joma.models.transformer import Decoder
-from joma.studies import entropy_text, language
-from joma.studies.base import Context
+from joma.studies.text import entropy_text, language_training
+from joma.study import Context
 from joma.train import Optimiser
 from joma.train.loop import _products, _Training
 
@@ -24,22 +24,22 @@ SEEDS = (0, 1, 2)
 ASKED = {1: 0.5, 10: 1.4}  # ms a step and seed on an H200, by layers
 
 
-def setting() -> language.Setting:
+def setting() -> language_training.Setting:
     """The paper's, on WikiText-2 where it is at hand."""
     place = Path(os.environ.get("JOMA_WIKITEXT", "../shared/data/wikitext-2"))
-    return language.Setting(corpus=str(place) if place.is_dir() else "python-reference", every=1_000)
+    return language_training.Setting(corpus=str(place) if place.is_dir() else "python-reference", every=1_000)
 
 
 class Plain(nn.Module):
     """The model in PyTorch's own parts, one seed of it."""
 
-    def __init__(self, own: language.Setting, types: int, layers: int) -> None:
+    def __init__(self, own: language_training.Setting, types: int, layers: int) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(own.width, own.heads, own.hidden, own.dropout, batch_first=True)
         self.embedding, self.dropout = nn.Embedding(types, own.width), nn.Dropout(own.dropout)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(own.width, types)
-        model = Decoder(language.decoder(own, types, layers), generators=[torch.Generator().manual_seed(0)])
+        model = Decoder(language_training.decoder(own, types, layers), generators=[torch.Generator().manual_seed(0)])
         assert model.positions is not None
         self.register_buffer("positions", model.positions[0])
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(own.length))
@@ -49,7 +49,7 @@ class Plain(nn.Module):
         return self.head(self.encoder(self.dropout(x), mask=self.mask, is_causal=True))
 
 
-def plain(own: language.Setting, text: language.Text, layers: int) -> Callable[[int], None]:
+def plain(own: language_training.Setting, text: language_training.Text, layers: int) -> Callable[[int], None]:
     """A step of the plain eager loop of one seed."""
     model = Plain(own, text.types, layers).to(text.train.device)
     rule = torch.optim.Adam(model.parameters(), lr=own.rate)
@@ -64,10 +64,14 @@ def plain(own: language.Setting, text: language.Text, layers: int) -> Callable[[
     return step
 
 
-def together(own: language.Setting, text: language.Text, layers: int) -> tuple[Callable[[int], None], Decoder]:
+def together(
+    own: language_training.Setting, text: language_training.Text, layers: int
+) -> tuple[Callable[[int], None], Decoder]:
     """A step of all seeds in our loop, and their model."""
     context, seeds = Context(SEEDS, str(text.train.device)), torch.tensor(SEEDS, device=text.train.device)
-    model = Decoder(language.decoder(own, text.types, layers), generators=context.generators()).to(seeds.device)
+    model = Decoder(language_training.decoder(own, text.types, layers), generators=context.generators()).to(
+        seeds.device
+    )
 
     def loss(model: Decoder, step: Tensor) -> Tensor:
         tokens, target = text.window(step)
@@ -82,7 +86,7 @@ def together(own: language.Setting, text: language.Text, layers: int) -> tuple[C
 def rows() -> Iterator[Row]:
     """Yield (what, asked, reached, met)."""
     own = setting()
-    text = language.read_text(own, Context(SEEDS))
+    text = language_training.read_text(own, Context(SEEDS))
     for layers in (1, 2):
         ratio, ours, probe = beside(own, text, layers)
         what = f"a step and seed on text, {layers} layer(s), CPU: plain eager loop over ours ({1e3 * ours:.0f} ms)"
@@ -93,7 +97,7 @@ def rows() -> Iterator[Row]:
         yield from on_cuda(own)
 
 
-def beside(own: language.Setting, text: language.Text, layers: int) -> tuple[float, float, float]:
+def beside(own: language_training.Setting, text: language_training.Text, layers: int) -> tuple[float, float, float]:
     """Seconds a step and seed of the plain loop over ours, taken in turn, each at its best; ours; and of a probe."""
     (ours, model), theirs = together(own, text, layers), plain(own, text, layers)
     best = {"ours": float("inf"), "theirs": float("inf")}
@@ -105,15 +109,17 @@ def beside(own: language.Setting, text: language.Text, layers: int) -> tuple[flo
     few = replace(text, valid=text.valid[:, : 20 * text.length + 1])
     with torch.no_grad():
         begun = time.perf_counter()
-        language.validation(model, few)
+        language_training.validation(model, few)
         probe = (time.perf_counter() - begun) * text.valid.numel() / few.valid.numel() / len(SEEDS)
     return best["theirs"] / best["ours"], best["ours"], probe
 
 
-def probing(own: language.Setting, text: language.Text, layers: int, *, ours: float, probe: float) -> Iterator[Row]:
+def probing(
+    own: language_training.Setting, text: language_training.Text, layers: int, *, ours: float, probe: float
+) -> Iterator[Row]:
     """What probing takes of the training time, by the policy that is the default on the CPU, and every 1,000 steps."""
     for name, policy in (("default policy", replace(own, every=None)), ("every 1,000 steps", own)):
-        share = len(language.moments(policy, text)) * probe / (own.steps * ours)
+        share = len(language_training.moments(policy, text)) * probe / (own.steps * ours)
         asked, met = ("< 5 %", share < 0.05) if policy.every is None else ("–", True)
         yield f"probing, {layers} layer(s), CPU, {name}: share of the training time", asked, f"{100 * share:.1f} %", met
 
@@ -121,15 +127,15 @@ def probing(own: language.Setting, text: language.Text, layers: int, *, ours: fl
 def quick() -> Iterator[Row]:
     """The share of probing in the quick preset of `entropy-text`, as it runs."""
     config = entropy_text.STUDY.presets["quick"].config
-    text = language.read_text(config, Context(SEEDS))
+    text = language_training.read_text(config, Context(SEEDS))
     _, ours, probe = beside(config, text, 1)
-    share = len(language.moments(config, text)) * probe / (config.steps * ours)
+    share = len(language_training.moments(config, text)) * probe / (config.steps * ours)
     yield "probing, entropy-text at quick, 31 times: share of the training time", "–", f"{100 * share:.1f} %", True
 
 
-def on_cuda(own: language.Setting) -> Iterator[Row]:
+def on_cuda(own: language_training.Setting) -> Iterator[Row]:
     """Milliseconds a step and seed, three seeds together, beside what its bytes and operations cost at the ceilings."""
-    text = language.read_text(own, Context(SEEDS, "cuda"))
+    text = language_training.read_text(own, Context(SEEDS, "cuda"))
     bandwidth, products = ceilings()
     yield f"the card's ceilings: {bandwidth / 1e12:.2f} TB/s, {products / 1e12:.0f} TFLOP/s in bf16", "–", "", True
     for layers, asked in ASKED.items():
@@ -154,7 +160,7 @@ def on_cuda(own: language.Setting) -> Iterator[Row]:
         yield f"    {words}; ours over it", "–", f"{took / floor:.2f} x", True
 
 
-def work(model: Decoder, own: language.Setting, types: int) -> tuple[float, float]:
+def work(model: Decoder, own: language_training.Setting, types: int) -> tuple[float, float]:
     """Bytes and operations that one step of all seeds must move and do.
 
     Adam reads parameter, gradient and moments and writes all but the gradient (28 bytes); gradients are written, and

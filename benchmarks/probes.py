@@ -1,7 +1,7 @@
 """Attention entropy and stable rank beside the plain way: speed, memory and error, on the CPU and on any CUDA device.
 
 The plain way to entropy is the whole matrix: `softmax`, then `entr`. On CUDA every implementation is timed and its
-error measured, so that the order in `joma.probes.blocks.PRECISIONS` can be judged.
+error measured, so that the order in `joma.kernels.entropy_blocks.PRECISIONS` can be judged.
 """
 
 import statistics
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.memory import forget_peak, resident
 from benchmarks.training import synchronised
-from joma.probes import blocks
-from joma.probes.blocks import IMPLEMENTATIONS, PRECISIONS, Scores
+from joma.kernels import entropy_blocks
+from joma.kernels.entropy_blocks import IMPLEMENTATIONS, PRECISIONS, Scores
 from joma.probes.entropy import attention_entropy
 from joma.probes.rank import spectral_norm, stable_rank
 
@@ -146,7 +146,7 @@ def errors(device: str, dtype: torch.dtype, precision: str, length: int) -> Iter
             if not any(IMPLEMENTATIONS[name].fits(scores) for name in order):
                 continue
             true, lse = judged(query, key)
-            error = (blocks.rows(scores, order).entropy - true).abs()
+            error = (entropy_blocks.rows(scores, order).entropy - true).abs()
             worst = max(worst, float(error.max()))
             share = max(share, float((error / (2e-5 * (lse / 30).clamp(min=1))).max()))
             told.append(f"{which} {float(error.max()):.0e}")
@@ -224,17 +224,17 @@ def tiles() -> Iterator[Row]:
     one = Scores(query, key, None, True, 0.125)
     if not IMPLEMENTATIONS["exact"].fits(one):
         return
-    from joma.probes import kernel
+    from joma.kernels import entropy_triton
 
     half = Scores(query.bfloat16(), key.bfloat16(), None, True, 0.125)
     true = judged(query[:, :2], key[:, :2])[0]
     for scores, products in ((half, "tf32"), (one, "tf32"), (one, "tf32x3")):
         for shape in TILES[scores.query.dtype]:
-            tile = kernel.Tile(*shape)
+            tile = entropy_triton.Tile(*shape)
             kind = str(scores.query.dtype).removeprefix("torch.")
             try:
-                took = seconds(lambda s=scores, p=products, t=tile: kernel.row_sums(s, p, t), 10)
-                error = (kernel.row_sums(scores, products, tile)[0][:, :2] - true).abs().max()
+                took = seconds(lambda s=scores, p=products, t=tile: entropy_triton.row_sums(s, p, t), 10)
+                error = (entropy_triton.row_sums(scores, products, tile)[0][:, :2] - true).abs().max()
                 reached = f"{1e3 * took:.3f} ms"
             except Exception as cause:  # a tile may be too large for the card
                 error, reached = float("nan"), type(cause).__name__

@@ -18,8 +18,9 @@ import torch
 
 from joma.data.addition import ceiling
 from joma.progress import Progress, Task
-from joma.studies import addition, execute, load, sums
-from joma.studies.base import Context, Outcome
+from joma.studies import execute, load
+from joma.studies.symmetry import addition, addition_training
+from joma.study import Context, Outcome
 
 SECONDS = 30
 MINUTES, MEMORY = 15, 100
@@ -70,11 +71,11 @@ class Clock(Progress):
         yield work
         torch.cuda.synchronize()
         ended, memory = time.perf_counter(), torch.cuda.max_memory_reserved() / 2**30
-        at = sums.moments(self.config)
+        at = addition_training.moments(self.config)
         stamps = np.array([work.times[step] for step in at[:-1]])  # there is no step after the last record
         a_step, a_record = np.polyfit(np.diff(at[:-1]), np.diff(stamps), 1)
         last = ended - stamps[-1] - a_step * (at[-1] - at[-2])
-        records = len(sums.moments(replace(self.config, steps=PAPER.steps)))
+        records = len(addition_training.moments(replace(self.config, steps=PAPER.steps)))
         whole = stamps[0] - begun + a_step * PAPER.steps + a_record * (records - 2) + last
         self.taken, self.expected = self.taken + ended - begun, self.expected + whole
         self.memory = max(self.memory, memory)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from joma.models.transformer import Decoder
 from joma.report.figure import canvas, save, style, theory
-from joma.studies.alignment import PUBLISHED, Config, _collapsed, _decoder, _trained, _trees, run
-from joma.studies.base import Context
+from joma.studies.hierarchy.alignment import PUBLISHED, Config, _collapsed, _decoder, _trained, _trees, run
+from joma.study import Context
 from joma.train import Optimiser, fit
 
 Row = tuple[str, str, str, bool]

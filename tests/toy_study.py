@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from joma.arguments import InputError
 from joma.files import checksum
 from joma.report.figure import canvas, measured, theory
-from joma.studies.base import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
+from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class Verify:
 
     def __call__(self) -> int:
         from joma.progress import Bars
-        from joma.studies.verification import verify
+        from joma.verify import verify
 
         results = verify(Bars())
         if self.json:

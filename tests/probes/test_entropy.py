@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import joma
 from joma.arguments import InputError
-from joma.probes import blocks
+from joma.kernels import entropy_blocks
 from joma.probes.entropy import attention_entropy, attention_rows, effective_tokens, entropy, mean_entropy
 
-TINY = blocks.Shape(60, 3, 5)
+TINY = entropy_blocks.Shape(60, 3, 5)
 
 
 @given(st.integers(1, 9), st.floats(0, 60), st.integers(0, 1000))
@@ -103,12 +103,12 @@ def test_small_scores_take_the_short_way_over_any_number_of_blocks(seed, queries
     generator = torch.Generator().manual_seed(seed)
     query, key = (torch.randn(2, 3, n, 5, generator=generator) for n in (queries, keys))
     query, key = (x / torch.linalg.vector_norm(x, dim=-1).amax() for x in (query, key - key.mean(-2, keepdim=True)))
-    scores = blocks.Scores(query, key, None, causal, size)
-    assert blocks._fits_bounded(scores)
-    assert not blocks._fits_bounded(blocks.Scores(query, key + 1, None, causal, 60.0))
+    scores = entropy_blocks.Scores(query, key, None, causal, size)
+    assert entropy_blocks._fits_bounded(scores)
+    assert not entropy_blocks._fits_bounded(entropy_blocks.Scores(query, key + 1, None, causal, 60.0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_STRIPS", blocks.Shape(60, 4, 8))
-        ours = blocks.rows(scores, ("bounded",)).entropy
+        patch.setattr(entropy_blocks, "_STRIPS", entropy_blocks.Shape(60, 4, 8))
+        ours = entropy_blocks.rows(scores, ("bounded",)).entropy
     true = of_matrix(query, key, causal=causal, scale=size)[0]
     assert bool(((ours - true).abs() <= 2e-5).all())
 
@@ -117,8 +117,8 @@ def test_small_scores_take_the_short_way_over_any_number_of_blocks(seed, queries
 def test_every_score_that_is_seen_is_covered_once(queries, keys, causal, most):
     found = torch.zeros(queries, keys, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_STRIPS", blocks.Shape(60, 4, 16))
-        for part in blocks._cover(queries, keys, causal, most):
+        patch.setattr(entropy_blocks, "_STRIPS", entropy_blocks.Shape(60, 4, 16))
+        for part in entropy_blocks._cover(queries, keys, causal, most):
             assert part.times * part.rows * part.columns <= most
             once = torch.ones(part.rows, part.columns, dtype=torch.int64)
             for i in range(part.times):
@@ -189,7 +189,7 @@ def test_arguments_mean_what_they_mean_to_torch(case, tiny):
     options["causal"], options["mask"] = options.pop("is_causal", False), options.pop("attn_mask", None)
     with pytest.MonkeyPatch.context() as patch:
         if tiny:
-            patch.setitem(blocks._TILES, "cpu", TINY)
+            patch.setitem(entropy_blocks._TILES, "cpu", TINY)
         ours = attention_rows(query, key, **options)
     torch.testing.assert_close(ours.entropy, entropies, rtol=0, atol=1e-12)
     torch.testing.assert_close(ours.largest, largest, rtol=0, atol=1e-12)
@@ -205,7 +205,7 @@ def test_hidden_rows_are_nan_and_left_out_of_means(seed, causal, boolean, tiny):
     seen = torch.rand(2, 1, 8, 8, generator=generator) < 0.3
     with pytest.MonkeyPatch.context() as patch:
         if tiny:
-            patch.setitem(blocks._TILES, "cpu", TINY)
+            patch.setitem(entropy_blocks._TILES, "cpu", TINY)
         mask = seen if boolean else torch.where(seen, 0.0, torch.finfo(torch.float32).min)
         ours = attention_rows(query, key, mask=mask, causal=causal)
     visible = seen & torch.ones(8, 8, dtype=torch.bool).tril() if causal else seen
@@ -339,7 +339,7 @@ def test_a_causal_bias_means_what_it_means_to_torch(seed, queries, keys, lower, 
     expected = attention_rows(query, key, mask=seen)
     with pytest.MonkeyPatch.context() as patch:
         if tiny:
-            patch.setitem(blocks._TILES, "cpu", TINY)
+            patch.setitem(entropy_blocks._TILES, "cpu", TINY)
         found = attention_rows(query, key, mask=bias)
         both = attention_entropy(query, key, mask=bias, causal=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, equal_nan=True)
@@ -414,7 +414,7 @@ def test_a_mean_of_no_rows_is_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", list(blocks.IMPLEMENTATIONS))
+@pytest.mark.parametrize("name", list(entropy_blocks.IMPLEMENTATIONS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", ["plain", "causal", "boolean", "bias"])
 def test_every_way_on_a_gpu_agrees_with_float64(name, dtype, kind):
@@ -424,11 +424,13 @@ def test_every_way_on_a_gpu_agrees_with_float64(name, dtype, kind):
     mask = {"boolean": seen, "bias": 5 * torch.randn(700, 700, generator=generator)}.get(kind)
     query, key, mask = (None if tensor is None else tensor.cuda() for tensor in (query.to(dtype), key.to(dtype), mask))
     expanded = None if mask is None else mask.expand(2, 6, 700, 700)
-    scores = blocks.Scores(query, key, expanded, kind == "causal", 72**-0.5)
-    way = blocks.IMPLEMENTATIONS[name]
+    scores = entropy_blocks.Scores(query, key, expanded, kind == "causal", 72**-0.5)
+    way = entropy_blocks.IMPLEMENTATIONS[name]
     if not way.fits(scores):
         pytest.skip(f"{name} does not take this")
-    exact = blocks.blocked(blocks.Scores(query.double(), key.double(), expanded, kind == "causal", 72**-0.5))
+    exact = entropy_blocks.blocked(
+        entropy_blocks.Scores(query.double(), key.double(), expanded, kind == "causal", 72**-0.5)
+    )
     error = {"flash": 0.1, "rounded": 2e-5 if dtype != torch.float32 else 0.01}.get(name, 2e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

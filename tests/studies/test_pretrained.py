@@ -13,8 +13,8 @@ from joma.arguments import InputError
 from joma.cli import changed
 from joma.progress import Task
 from joma.studies import pretrained
-from joma.studies.base import Context
 from joma.studies.pretrained import CLAIMS, STUDY, Config
+from joma.study import Context
 from joma.watch import Checkpoints
 from joma.watch.loading import quiet
 

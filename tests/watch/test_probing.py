@@ -12,7 +12,7 @@ from joma.arguments import InputError
 from joma.files import StorageError
 from joma.probes.entropy import entropy
 from joma.probes.orthogonality import cosine_orthogonality
-from joma.watch import Checkpoints, audit, loading, probing, tensors
+from joma.watch import Checkpoints, audit, loading, probing, weight_files
 from joma.watch.probing import EMBEDDING, _natural, probe, weights
 from joma.watch.recorder import LOWER
 from joma.watch.series import Store
@@ -92,7 +92,7 @@ def test_a_second_probe_reads_nothing_and_finds_the_same(series, tmp_path):
     first = probe(Checkpoints(series), text=TEXT, store=store)
     again = Checkpoints(series)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors.Bytes, "read", None)
+        patch.setattr(weight_files.Bytes, "read", None)
         patch.setattr(probing, "load", None)
         second = probe(again, text=TEXT, store=store)
     assert again.bytes_read == 0

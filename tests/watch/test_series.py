@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from fake_hub import REPOSITORY, serve
 from joma.arguments import InputError
-from joma.watch import Checkpoints, tensors
+from joma.watch import Checkpoints, weight_files
 from joma.watch.series import Fault, Measure, Store, _compiled, _ordered
-from joma.watch.tensors import Unreadable
+from joma.watch.weight_files import Unreadable
 
 PYTHIA = [0, *(2**k for k in range(10)), *range(1000, 144_000, 1000)]
 OLMO = [(0, 0), (1000, 5), (2000, 9), (90_000, 398), (90_500, 400)]
@@ -111,7 +111,7 @@ def test_a_second_run_reads_nothing_and_a_changed_file_is_read_again(tmp_path):
     assert first == [0, 6, 12, 18, 24]
     again = Checkpoints(tmp_path / "s")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors.Bytes, "read", None)
+        patch.setattr(weight_files.Bytes, "read", None)
         assert [values["total"].item() for _, values in again.measure(TOTAL, store=store)] == first
     assert again.bytes_read == 0
     save_file({"w": torch.ones(6)}, tmp_path / "s" / "step3" / "model.safetensors")
@@ -164,7 +164,7 @@ def test_hub_revisions_are_read_by_ranges(tmp_path):
         assert found.steps == (0, 4, 512)
         assert found[2].tensor("m").tolist() == [[1.0] * 3] * 2
         assert found[1].part("w", 100, 103).tolist() == [4.0] * 3
-        assert hub.served == found.bytes_read == 2 * tensors.HEAD + 24 + 12
+        assert hub.served == found.bytes_read == 2 * weight_files.HEAD + 24 + 12
         assert torch.equal(found[2].tensor("w"), torch.full((200_000,), 512.0))
         assert found[0].identity != found[1].identity == found[1].identity
 

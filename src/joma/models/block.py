@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, real, whole
-from joma.models.gelu import gelu
+from joma.kernels.gelu import gelu
 from joma.noise import streams
 
 

@@ -21,10 +21,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, whole
+from joma.kernels.head import surprisal
+from joma.kernels.short import fits, short_attention
+from joma.kernels.table import FEW, lookup
 from joma.models.block import ACTIVATIONS
-from joma.models.head import surprisal
-from joma.models.short import fits, short_attention
-from joma.models.table import FEW, lookup
 from joma.noise import dropout, split, streams
 
 CHOICES: dict[str, dict[str, str]] = {

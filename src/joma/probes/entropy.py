@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from joma.arguments import InputError, choice, real
-from joma.probes import blocks
-from joma.probes.blocks import Scores
+from joma.kernels import entropy_blocks
+from joma.kernels.entropy_blocks import Scores
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -83,9 +83,9 @@ def attention_entropy(
     >>> attention_entropy(query, key, causal=True).exp()
     tensor([[[1., 2., 3., 4.]]])
     """
-    order = choice("precision", precision, blocks.PRECISIONS)
+    order = choice("precision", precision, entropy_blocks.PRECISIONS)
     asked = _asked(query, key, causal, mask, scale, grouped=enable_gqa)
-    return asked.joined([blocks.rows(part, order).entropy for part in asked.scores])
+    return asked.joined([entropy_blocks.rows(part, order).entropy for part in asked.scores])
 
 
 def attention_rows(
@@ -120,11 +120,11 @@ def attention_rows(
     >>> rows.relative, rows.effective, rows.largest
     (tensor([1., 1.]), tensor([4., 4.]), tensor([0.2500, 0.2500]))
     """
-    order = choice("precision", precision, blocks.PRECISIONS)
+    order = choice("precision", precision, entropy_blocks.PRECISIONS)
     asked = _asked(query, key, causal, mask, scale, grouped=enable_gqa)
-    found = [blocks.rows(part, order, largest=True) for part in asked.scores]
+    found = [entropy_blocks.rows(part, order, largest=True) for part in asked.scores]
     nats, largest = (asked.joined([cast(Tensor, part[n]) for part in found]) for n in range(2))
-    seen = asked.joined([blocks.visible(part) for part in asked.scores])
+    seen = asked.joined([entropy_blocks.visible(part) for part in asked.scores])
     limit = seen.to(nats.dtype).log()
     return AttentionRows(nats, nats / limit.masked_fill(seen <= 1, torch.nan), effective_tokens(nats), largest)
 

@@ -24,7 +24,7 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from joma.arguments import InputError, real, whole
-from joma.probes.blocks import exact_products
+from joma.kernels.entropy_blocks import exact_products
 
 _SMALL = 256  # rows up to which A itself is squared
 _SQUARINGS, _BETWEEN = 16, 4  # in all, and from one scaling to the next

@@ -5,28 +5,28 @@ from __future__ import annotations
 from importlib import import_module
 
 from joma.arguments import choice
-from joma.studies.base import Study, execute, judge
+from joma.study import Study, execute, judge
 
 __all__ = ["MODULES", "Study", "execute", "judge", "load"]
 
 # In the order of the paper, which is the order of `joma list` and of the report.
 MODULES = {
-    "invariance": "joma.studies.invariance",
-    "winner": "joma.studies.winner",
-    "sparse-dense": "joma.studies.sparse_dense",
-    "critical-points": "joma.studies.critical_points",
-    "cooccurrence": "joma.studies.cooccurrence",
-    "alignment": "joma.studies.alignment",
-    "scan-snap": "joma.studies.scan_snap",
-    "hierarchy-order": "joma.studies.hierarchy_order",
-    "entropy-text": "joma.studies.entropy_text",
-    "learning-rates": "joma.studies.learning_rates",
-    "activation-control": "joma.studies.activation_control",
-    "bounce-control": "joma.studies.bounce_control",
-    "invariant-text": "joma.studies.invariant_text",
-    "permutation": "joma.studies.permutation",
-    "addition": "joma.studies.addition",
-    "position-emergence": "joma.studies.position_emergence",
+    "invariance": "joma.studies.theorems.invariance",
+    "winner": "joma.studies.theorems.winner",
+    "sparse-dense": "joma.studies.theorems.sparse_dense",
+    "critical-points": "joma.studies.theorems.critical_points",
+    "cooccurrence": "joma.studies.theorems.cooccurrence",
+    "alignment": "joma.studies.hierarchy.alignment",
+    "scan-snap": "joma.studies.hierarchy.scan_snap",
+    "hierarchy-order": "joma.studies.hierarchy.hierarchy_order",
+    "entropy-text": "joma.studies.text.entropy_text",
+    "learning-rates": "joma.studies.text.learning_rates",
+    "activation-control": "joma.studies.text.activation_control",
+    "bounce-control": "joma.studies.text.bounce_control",
+    "invariant-text": "joma.studies.text.invariant_text",
+    "permutation": "joma.studies.symmetry.permutation",
+    "addition": "joma.studies.symmetry.addition",
+    "position-emergence": "joma.studies.symmetry.position_emergence",
     "pretrained": "joma.studies.pretrained",
 }
 

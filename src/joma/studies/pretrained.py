@@ -22,7 +22,7 @@ from joma.arguments import InputError, scalar, whole
 from joma.data.text import corpus
 from joma.progress import SILENT, Progress, Task
 from joma.report.figure import band, canvas, letters, measured
-from joma.studies.base import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.study import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most
 from joma.watch.loading import quiet, transformers
 from joma.watch.probing import Probed, probe
 from joma.watch.recorder import same_random_numbers

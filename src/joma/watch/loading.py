@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from joma.arguments import InputError
 from joma.data.text import corpus
 from joma.watch.series import CONFIG
-from joma.watch.tensors import Unreadable
+from joma.watch.weight_files import Unreadable
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 POOLER = "pooler."  # of encoders, which their pretraining has no use for: it comes after all attention

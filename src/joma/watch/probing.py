@@ -31,7 +31,7 @@ from joma.watch.loading import ONLY_WEIGHTS, default_text, encode, load, quiet
 from joma.watch.recorder import LOWER
 from joma.watch.sdpa import attention
 from joma.watch.series import Checkpoint, Checkpoints, Fault, Measure, Store
-from joma.watch.tensors import Unreadable
+from joma.watch.weight_files import Unreadable
 
 EMBEDDING = re.compile(  # the token embedding, as the architectures name it
     r"(?:^|\.)(embed_in|embed_tokens|wte|word_embeddings|tok_embeddings|token_embedding|tok_emb|embeddings|shared)\.weight$"

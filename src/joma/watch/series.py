@@ -23,7 +23,7 @@ from torch import Tensor
 from joma.arguments import InputError
 from joma.files import storage_error, write_whole
 from joma.progress import SILENT, Progress
-from joma.watch.tensors import Bytes, Entry, Meter, Unreadable, Weights, local_bytes, weight_files
+from joma.watch.weight_files import Bytes, Entry, Meter, Unreadable, Weights, local_bytes, weight_files
 
 # How series are named, each with the group `step`; tried together unless a pattern is given.
 PATTERNS = {

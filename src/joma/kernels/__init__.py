@@ -1,0 +1,1 @@
+"""Speed code, in one place: each fast pass stands beside its plain twin, which is its oracle."""

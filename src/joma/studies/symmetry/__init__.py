@@ -1,0 +1,1 @@
+"""Symmetry between positions: what breaks it."""

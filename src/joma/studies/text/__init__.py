@@ -1,0 +1,1 @@
+"""Language models on real text, and the training that the studies of them share."""

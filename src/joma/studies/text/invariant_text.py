@@ -1,0 +1,435 @@
+"""Do the MLP's weights predict attention in a language model trained on text? Theorem 1 outside its assumptions.
+
+The one-layer model has no free logits z and no free context rows v. Both are read from its matrices, for token types
+with e = √width · embedding:
+
+    z_ql = (x_q W_Q + b_Q)·(e_l W_K + b_K)/√width,    x_q = e_q + mean position
+    v_lk = e_l W_V W_O N W_1[:, k],                   N = (1 − 11ᵀ/width) diag(gain)
+
+z is the logit between two types averaged over positions: it is bilinear, so that the average is taken inside; the
+key's mean position adds the same to every token, which softmax does not see. v is what a unit of attention on token l
+adds to hidden unit k before its activation, as `U_Cᵀ w` is in the theory's block. N is the linear part of the
+LayerNorm between attention and MLP. Its division by the standard deviation, one number for each position, is left
+out; so are biases and positions, which add the same to v of every token, as a hidden bias would.
+
+Theorem 1 for softmax attention, drift and gap taken as zero, with Z = Σ_q z_q:
+
+    Z(t) − Z(0) = (κ/2) [Σ_k v_k² − b_ref Σ_k ‖v_k‖²]₀ᵗ
+
+b_ref is the frequency of types, and Σ_k ‖v_k‖² is over all types, of which the most frequent are compared. For exp
+attention the law is exact and is the first term alone; both are tried. κ, the ratio of two rates, is unknown under Adam
+and with z made of products: one scale for each seed is fitted to all saves of its training. Only the sum over queries
+is predicted; of single queries the same prediction is tried as a further figure. As softmax does not see a shift, z is
+taken less its mean over tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from joma.arguments import InputError, whole
+from joma.models.transformer import Decoder, Layer, Linear
+from joma.probes.orthogonality import cosine_orthogonality
+from joma.report.figure import band, canvas, letters, marker, theory
+from joma.studies.text import language_training
+from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, between
+from joma.theory import invariants
+
+DIMS = {"z": ("query", "token"), "z_all": ("token",), "squares": ("token",), "rest": (), "excess": ("vectors",)}
+VECTORS = {"embedding": "embeddings e", "value": "value path e W_V W_O"}
+LAWS = {"softmax": "law of softmax, Σ v² − b S", "exp": "law of exp, Σ v² alone"}
+SUMS = {"asked": "sum over the queries asked", "all": "sum over all types"}
+TAIL = 0.025  # of the permutation null, on either side
+
+
+@dataclass(frozen=True)
+class Config(language_training.Setting):
+    """The setting, and the token types that are looked at, the most frequent ones."""
+
+    tokens: int = 200
+    queries: int = 50
+    permutations: int = 999
+    """Of the tokens of the prediction, for the null."""
+
+
+def run(config: Config, context: Context) -> xr.Dataset:
+    """Train the one-layer model, reading logits and value path at every save, and compare them."""
+    if config.heads != 1:
+        raise InputError("heads", "1, as the theory has", config.heads, "leave it at 1")
+    whole("permutations", config.permutations, low=1)
+    text = language_training.read_text(config, context)
+    tokens, queries = _most_frequent(text, config)
+    spare = np.setdiff1d(np.arange(text.types), tokens)
+    found = language_training.train(
+        config,
+        context,
+        text,
+        layers=1,
+        label="invariant-text",
+        probe=partial(read, tokens=torch.from_numpy(tokens), queries=torch.from_numpy(queries)),
+        dims=DIMS,
+    )
+    named = {"vectors": list(VECTORS), "token": [text.names[one] for one in tokens]}
+    rng, counts = np.random.default_rng(context.seeds), np.append(text.counts[tokens], text.counts[spare].sum())
+    laws = [compare(found, counts, law, permutations=config.permutations, generator=rng) for law in LAWS]
+    kept = found.drop_vars(["z", "z_all"])
+    return (
+        kept.merge(xr.concat(laws, xr.Variable("law", list(LAWS)))).assign_coords(named).transpose("seed", "step", ...)
+    )
+
+
+def _most_frequent(
+    text: language_training.Text, config: Config
+) -> tuple[Int[np.ndarray, " token"], Int[np.ndarray, " query"]]:
+    """The numbers of the most frequent types that occur in the training text, and the first of them as queries."""
+    there = int((text.counts > 0).sum())
+    tokens = whole("tokens", config.tokens, low=3, high=there)
+    ranked = np.argsort(-text.counts, kind="stable")[:tokens]
+    return ranked, ranked[: whole("queries", config.queries, high=tokens)]
+
+
+def read(model: Decoder, *, tokens: Int[Tensor, " token"], queries: Int[Tensor, " query"]) -> dict[str, Tensor]:
+    """Read logits and value path of a one-layer, one-head model, as the module says.
+
+    Returns:
+        Per seed `z` [query, token]; `z_all` [token], the sum over all types as queries; `squares` [token], Σ_k v_lk²,
+        and `rest`, their sum over all other types; `excess` [embedding, value]: mean square cosine between tokens
+        times dimension, 1 for random directions.
+    """
+    layer = model.layers[0]
+    assert isinstance(layer, Layer)
+    attention = layer.attention
+    assert attention.query is not None
+    assert attention.key is not None
+    every = model.embedding.double() * (model.entrance.scale or 1.0)
+    place = 0.0 if model.added is None else model.added.double().mean(dim=1, keepdim=True)
+    e = every[:, tokens.to(every.device)]
+    key = _through(e, attention.key) / math.sqrt(e.shape[-1])
+    asked = _through(every[:, queries.to(every.device)] + place, attention.query)
+    all_types = _through((every + place).mean(dim=1, keepdim=True), attention.query) * every.shape[1]
+    v = normed(value_path(every, layer), layer) @ layer.lower.weight.double()
+    squares = v.square().sum(dim=-1)
+    looked_at = squares[:, tokens.to(every.device)]
+    excess = [cosine_orthogonality(vectors).excess for vectors in (e, value_path(e, layer))]
+    return {
+        "z": asked @ key.mT,
+        "z_all": (all_types @ key.mT)[:, 0],
+        "squares": looked_at,
+        "rest": squares.sum(dim=-1) - looked_at.sum(dim=-1),
+        "excess": torch.stack(excess, dim=-1),
+    }
+
+
+def _through(x: Float[Tensor, "seed row width"], linear: Linear) -> Float[Tensor, "seed row out"]:
+    y = x @ linear.weight.double()
+    return y if linear.bias is None else y + linear.bias.double()[:, None]
+
+
+def value_path(e: Float[Tensor, "seed token width"], layer: Layer) -> Float[Tensor, "seed token width"]:
+    """e W_V W_O: what a unit of attention on a token adds to the residual stream, biases aside."""
+    x = e @ layer.attention.value.weight.double()
+    return x if layer.attention.projection is None else x @ layer.attention.projection.weight.double()
+
+
+def normed(x: Float[Tensor, "seed token width"], layer: Layer) -> Float[Tensor, "seed token width"]:
+    """x N: centred and times the gain, as in the norm after attention, but not divided by a standard deviation."""
+    if layer.order != "post":
+        return x
+    gain = layer.norms[0].gain
+    assert isinstance(gain, Tensor)
+    return (x - x.mean(dim=-1, keepdim=True)) * gain.double()[:, None]
+
+
+def compare(
+    found: xr.Dataset,
+    counts: Int[np.ndarray, " tokens_and_rest"],
+    law: str,
+    *,
+    permutations: int,
+    generator: np.random.Generator,
+) -> xr.Dataset:
+    """Compare the logits' change with Theorem 1's prediction of it, over tokens.
+
+    Args:
+        found: `z`, `z_all`, `squares` and `rest` of `read` over seed and step, from the first step on.
+        counts: of each token in the text, and last of all other types together.
+        law: whose, a name of `LAWS`.
+        permutations: how many of the prediction's tokens make the null.
+        generator: of the permutations.
+
+    Returns:
+        Over seed and step, NaN at the start: `correlation` with the change of either of `SUMS`; `each`, its mean over
+        single queries; `by_frequency`, that of log frequency with the sum; `partial`, the prediction's once log
+        frequency is regressed out of both; bounds `null` and `partial_null` under permutation; `scale`, the best one
+        of each save; `error`, with the one best scale of the seed, `fitted`; a scale below 0 says that the law is
+        turned round. At the end, by token: `moved` and `predicted`.
+    """
+    sums = xr.concat([found.z.sum("query"), found.z_all], xr.Variable("sum", list(SUMS)))
+    assert isinstance(sums, xr.DataArray)
+    moved = _moved(sums)
+    asked = moved.sel(sum="asked", drop=True)
+    hat = _centred(_predicted(found, counts, law))
+    frequency = _centred(xr.DataArray(np.log(counts[:-1]), dims="token"))
+    rest = _without(asked, frequency), _without(hat, frequency)
+    orders = generator.permuted(np.tile(np.arange(len(counts) - 1), (permutations, 1)), axis=1)
+    scale = (asked * hat).sum(["step", "token"]) / (hat**2).sum(["step", "token"])
+    measures = {
+        "correlation": _correlation(moved, hat),
+        "each": _correlation(_moved(found.z), hat).mean("query"),
+        "by_frequency": _correlation(asked, frequency),
+        "partial": _correlation(*rest),
+        "null": _null(asked, hat, orders),
+        "partial_null": _null(*rest, orders),
+        "scale": (asked * hat).sum("token") / (hat**2).sum("token"),
+        "error": _error(asked, scale * hat),
+    }
+    measures = {name: own.where(own.step > own.step[0]) for name, own in measures.items()}
+    ends = {"moved": asked.isel(step=-1, drop=True), "predicted": (scale * hat).isel(step=-1, drop=True)}
+    return xr.Dataset({**measures, **ends, "fitted": scale})
+
+
+def _centred(own: xr.DataArray) -> xr.DataArray:
+    return own - own.mean("token")
+
+
+def _moved(z: xr.DataArray) -> xr.DataArray:
+    """The change from the first step, less its mean over tokens, which softmax does not see."""
+    return _centred(z - z.isel(step=0, drop=True))
+
+
+def _predicted(found: xr.Dataset, counts: Int[np.ndarray, " tokens_and_rest"], law: str) -> xr.DataArray:
+    """Theorem 1's change of Σ_q z_q for κ = 1.
+
+    The law knows v by Σ_k v_k² of each token and by their sum alone: one hidden unit stands for all units, and one more
+    token for all types that are not looked at.
+    """
+    squares, rest = (own.fillna(0.0).values for own in (found.squares.transpose("seed", "step", "token"), found.rest))
+    v = np.sqrt(np.concatenate([squares, rest[..., None]], axis=-1))[..., None]
+    b_ref = counts / counts.sum() if law == "softmax" else None
+    hat = invariants.predict(law, v, v[:, :1], np.zeros((1, len(counts))), b_ref=b_ref)[..., :-1]
+    return xr.DataArray(hat, found.rest.coords, ("seed", "step", "token"))
+
+
+def _without(own: xr.DataArray, other: xr.DataArray) -> xr.DataArray:
+    """What a line through the other, both centred, leaves."""
+    return own - other * (own * other).sum("token") / (other**2).sum("token")
+
+
+def _correlation(one: xr.DataArray, two: xr.DataArray) -> xr.DataArray:
+    """Correlation over tokens; a seed that was lost is constant, and has none."""
+    pair = (one.fillna(0.0), two.fillna(0.0))
+    return xr.apply_ufunc(invariants.correlation, *pair, input_core_dims=[["token"]] * 2)
+
+
+def _error(moved: xr.DataArray, hat: xr.DataArray) -> xr.DataArray:
+    zero = xr.zeros_like(moved)
+    parts = (moved.fillna(0.0), hat.fillna(0.0), zero)
+    return xr.apply_ufunc(invariants.relative_error, *parts, input_core_dims=[["token"]] * 3)
+
+
+def _null(moved: xr.DataArray, hat: xr.DataArray, orders: Int[np.ndarray, "permutation token"]) -> xr.DataArray:
+    """The bounds that leave `TAIL` of the correlations outside on either side, the prediction's tokens permuted."""
+    shuffled = xr.DataArray(orders, dims=("permutation", "token"))
+    found = []
+    for step in range(moved.sizes["step"]):
+        drawn = _correlation(moved.isel(step=step), hat.isel(step=step).isel(token=shuffled))
+        found.append(drawn.quantile([TAIL, 1 - TAIL], "permutation", skipna=False))
+    return xr.concat(found, "step").rename(quantile="side").assign_coords(side=["low", "high"])
+
+
+def at_end(run: xr.Dataset, law: str, name: str, null: str | None = None) -> xr.DataArray:
+    """A measure of a law after the last step, per seed; less the upper bound of its null, if that is given."""
+    own = run.sel(law=law).isel(step=-1)
+    value = own[name].sel(sum="asked") if "sum" in own[name].dims else own[name]
+    return value if null is None else value - own[null].sel(side="high")
+
+
+def steadiness(run: xr.Dataset, law: str) -> xr.DataArray:
+    """The best scale of the save nearest to a third of the way over that of the last, per seed."""
+    scale = run.scale.sel(law=law)
+    return scale.sel(step=float(scale.step[-1]) / 3, method="nearest") / scale.isel(step=-1)
+
+
+def _claims(law: str, words: str) -> tuple[Claim, ...]:
+    by = f"by the law of {law} attention"
+    return (
+        Claim(
+            f"correlation-{law}",
+            f"The MLP's weights predict attention by the law of {words}: correlation over tokens at the end, logits "
+            "summed over queries, less the upper 97.5 % bound of its permutation null.",
+            partial(at_end, law=law, name="correlation", null="null"),
+            at_least(0.0),
+        ),
+        Claim(
+            f"beyond-frequency-{law}",
+            f"The MLP's weights predict attention {by} among tokens of like frequency: correlation less the bound of "
+            "its null, log frequency regressed out of both sides.",
+            partial(at_end, law=law, name="partial", null="partial_null"),
+            at_least(0.0),
+        ),
+        Claim(
+            f"error-{law}",
+            f"The MLP's weights predict most of the logits' change {by}: relative error at the end, one scale for a "
+            "seed's whole training.",
+            partial(at_end, law=law, name="error"),
+            at_most(0.5),
+        ),
+        Claim(
+            f"scale-{law}",
+            f"The scale of the prediction {by}, a ratio of learning rates, is constant: the best one a third of the "
+            "way over that of the end.",
+            partial(steadiness, law=law),
+            between(0.5, 2.0),
+        ),
+        Claim(
+            f"sum-{law}",
+            f"The sum over queries is predicted {by}, not each: its correlation less the mean one of single queries.",
+            lambda run: at_end(run, law, "correlation") - at_end(run, law, "each"),
+            at_least(0.0),
+        ),
+    )
+
+
+CLAIMS = (
+    *_claims("softmax", "softmax attention, its normalisation included"),
+    *_claims("exp", "exp attention, Σ_k v_k² alone"),
+    *(
+        Claim(
+            f"orthogonal-{name}",
+            f"What the law assumes of tokens, orthogonality, holds for {label} as it does for random directions: mean "
+            "square cosine times dimension at the end.",
+            lambda run, name=name: run.excess.isel(step=-1).sel(vectors=name),
+            at_most(2.0),
+        )
+        for name, label in VECTORS.items()
+    ),
+)
+
+
+def draw_training(run: xr.Dataset) -> Figure:
+    """Draw for either law correlations with their null; error and scale; and orthogonality, over training."""
+    figure, axes = canvas(2, 2, width=4.1, height=2.7)
+    late = run.isel(step=slice(1, None))
+    for panel, law in zip(axes[0], LAWS, strict=True):
+        _draw_correlations(panel, late.sel(law=law))
+        panel.set(title=LAWS[law], ylim=(-1, 1))
+    for place, law in enumerate(LAWS):
+        own = late.sel(law=law)
+        band(axes[1, 0], late.step, own.error, place, f"law of {law}")
+    axes[1, 0].axhline(1.0, color="0.5", linewidth=0.8, label="predicting no change")
+    axes[1, 0].set(ylabel="relative error", title="Error with one scale for a seed", ylim=(0, 2))
+    for place, (name, label) in enumerate(VECTORS.items()):
+        band(axes[1, 1], late.step, late.excess.sel(vectors=name), place, label)
+    axes[1, 1].axhline(1.0, color="0.5", linewidth=0.8, label="random directions")
+    axes[1, 1].set(ylabel="mean cosine² x dimension", title="Orthogonality of tokens", ylim=(0, None))
+    for panel in axes.flat:
+        # With limits of its own the axis does not ask the curves, which are NaN where every seed was lost.
+        panel.set(xlabel="step", xscale="log", xlim=(0.8, 1.2 * float(run.step[-1])))
+    for panel in axes[1]:
+        panel.legend()
+    axes[0, 0].set_ylabel("correlation with the logits' change")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, title="(a), (b)")
+    letters(axes)
+    return figure
+
+
+def _draw_correlations(panel: Axes, late: xr.Dataset) -> None:
+    low, high = (late.null.sel(side=side).mean("seed") for side in ("low", "high"))
+    panel.fill_between(late.step, low, high, color="0.88", label="95 % of permutations")
+    curves = {label: late.correlation.sel(sum=name) for name, label in SUMS.items()}
+    curves |= {
+        "single queries, mean": late.each,
+        "frequency regressed out": late.partial,
+        "log frequency in place of the law": late.by_frequency,
+    }
+    for place, (label, curve) in enumerate(curves.items()):
+        band(panel, late.step, curve, place, label)
+    panel.axhline(0.0, color="0.3", linewidth=0.8)
+
+
+def draw_tokens(run: xr.Dataset) -> Figure:
+    """Draw each token's logit change against its prediction at the end, a row a law and a column a seed."""
+    seeds = run.seed.values[:3]
+    figure, axes = canvas(len(LAWS), len(seeds), width=3.2, height=2.8, sharey="col")
+    for row, law in zip(axes, LAWS, strict=True):
+        for panel, seed in zip(row, seeds, strict=True):
+            _draw_pairs(panel, run.predicted.sel(law=law, seed=seed), run.moved.sel(law=law, seed=seed))
+            panel.set_title(f"{law}, seed {seed}, scale {float(run.fitted.sel(law=law, seed=seed)):.2g}")
+        row[0].set_ylabel("change of Z")
+    for panel in axes[-1]:
+        panel.set_xlabel("predicted change of Z, times scale")
+    letters(axes)
+    return figure
+
+
+def _draw_pairs(panel: Axes, predicted: xr.DataArray, moved: xr.DataArray) -> None:
+    panel.plot(predicted, moved, **marker(1), alpha=0.6)
+    reach = np.array([float(predicted.min()), float(predicted.max())])
+    theory(panel, reach, reach, 0)
+    for place in np.argsort(-np.abs(moved.values))[:5]:
+        at = (float(predicted[place]), float(moved[place]))
+        # A token may hold what matplotlib takes for mathematics.
+        name = str(moved.token.values[place]).replace("$", r"\$")
+        panel.annotate(name, at, xytext=(4, 2), textcoords="offset points", fontsize=7)
+
+
+STUDY = Study(
+    name="invariant-text",
+    title="Do the MLP's weights predict attention in a language model?",
+    source="JoMA, Theorem 1 (arXiv 2310.00535), on text; not in the paper",
+    about=(
+        "Theorem 1 computes the attention logits from the MLP's lower weights, for orthonormal embeddings that are not "
+        "trained, without LayerNorm, under gradient flow. A language model keeps none of these. At each save of the "
+        "one-layer model the logits between token types are computed from embeddings, W_Q and W_K (averaged over "
+        "positions), summed over the most frequent types as queries, and their change since the start is compared, "
+        "over the most frequent types as context, with what the law makes of the lower weights seen through the value "
+        "path, e W_V W_O and the linear part of the norm. The logits are taken less their mean over tokens, which "
+        "softmax does not see. The ratio of rates is unknown: one scale for each seed is fitted to all its saves. The "
+        "null permutes the prediction's tokens. As frequent tokens are trained more in every respect, log frequency "
+        "is tried as a predictor of its own, and regressed out of both sides. Beside the law for softmax stands its "
+        "first term alone, which is the law for exp attention: the second one, frequency times the sum over all "
+        "tokens, rests on the assumption that attention and gradient are independent."
+    ),
+    version=1,
+    presets={
+        "quick": Preset(
+            Config(
+                **language_training.small(steps=400, every=50),
+                permutations=199,
+            ),
+            seeds=3,
+            seconds=15,
+        ),
+        # On a GPU; the seconds on 2 cores are an estimate from the operations of a step.
+        "paper": Preset(Config(**language_training.wikitext()), seeds=3, seconds=75_000),
+    },
+    run=run,
+    claims=CLAIMS,
+    threads=1,
+    inputs=language_training.inputs,
+    figures={
+        "training": Drawing(
+            draw_training,
+            "(a, b) Correlation over tokens of the logits' change since the start with what either law predicts, and "
+            "its controls; grey: 95 % of the correlations with the prediction's tokens permuted, mean over seeds. (c) "
+            "Relative error with one scale for a seed's whole training. (d) How far tokens are from orthogonal. Lines: "
+            "mean over seeds; bands from the least to the greatest.",
+        ),
+        "tokens": Drawing(
+            draw_tokens,
+            "Each token's change of the logits, summed over queries and less the mean over tokens, against the law's "
+            "prediction times the seed's scale, after training; the line is equality. A scale below 0 turns the law "
+            "round. The five that changed most are named. Up to three seeds.",
+        ),
+    },
+)

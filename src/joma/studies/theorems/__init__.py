@@ -1,0 +1,1 @@
+"""The five theorems of JoMA, each against an independent solution."""

@@ -1,0 +1,368 @@
+"""Theorem 5: in a latent tree, tokens that share a low ancestor occur together most often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xarray as xr
+from matplotlib.figure import Figure
+from scipy.special import ndtri
+
+from joma.arguments import real, whole
+from joma.data.trees import HBLT
+from joma.report.figure import canvas, letters, measured, theory
+from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
+from joma.theory import hierarchy
+
+# Eight tokens at depth 4, unevenly branching: their common ancestors are at heights 1, 2 and 3, and the root.
+SHAPE = ((2,), (2, 1), (2, 1, 2), (1, 2, 2, 1, 2))
+DEPTH = len(SHAPE)
+P0 = [0.2, 0.3, 0.5]
+BIASES = {
+    "equal": [[0.9, 0.4, 0.2], [-0.1, 0.4, 0.6]],  # p_{β|0}(c) of the two branches: ρ_0 = 0.4 in both
+    "unequal": [[0.9, 0.9, 0.9], [-0.9, -0.9, -0.9]],  # a rare branch and a common one
+}
+FOLLOWED = 1  # a token of the rare branch, with companions at every height
+BINARY = (1, 2, 2, 2)  # one child of the root and heights 1 to 3 below it, for the limit
+NEAR = 1e-8  # 1 − ρ where the limit counts as reached
+PAIR = ("token", "given")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The parameters at which trees are sampled, and how much."""
+
+    samples: int = 50_000
+    """Sequences for each seed and each value of a parameter."""
+    trees: int = 10
+    """Random trees for each seed, of at most 12 tokens and 20 nodes, that are enumerated."""
+    rhos: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+    """Values of ρ at which the tree with equal ρ_0 is sampled."""
+    rho: float = 0.9
+    """Where equal and unequal ρ_0 are compared."""
+    c: tuple[float, ...] = (0.0, 1.0, 4.0)
+    """Ratios (1 − ρ_0)/(1 − ρ) at which the approach to the limit is sampled."""
+    gaps: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01)
+    """Values of 1 − ρ at which it is sampled."""
+
+
+def run(config: Config, context: Context) -> xr.Dataset:
+    """Sample the trees and enumerate random ones, seed by seed, beside the closed form and its limit."""
+    predicted, drawn = _predicted(config), []
+    with context.progress.task("cooccurrence", total=len(context.seeds)) as work:
+        for generator in context.generators():
+            drawn.append(_drawn(config, generator))
+            work.advance()
+    return predicted.merge(xr.concat(drawn, dim=xr.Variable("seed", list(context.seeds))))
+
+
+def _predicted(config: Config) -> xr.Dataset:
+    """Compute the closed forms of all that is sampled, curves between them, and the limits."""
+    rhos, c, gaps = _grids(config)
+    fine_rho, fine_gap, fine_c = np.linspace(0.01, 0.99, 50), np.geomspace(1e-4, 0.5, 60), np.linspace(0, 4, 17)
+    height = np.arange(1, DEPTH)
+    return xr.Dataset(
+        {
+            "common_height": (PAIR, DEPTH - hierarchy.common_depth(_tree("equal", 0.5).parents)),
+            "closed": (("rho", *PAIR), np.stack([_closed(_tree("equal", rho)) for rho in rhos])),
+            "curve": (("fine_rho", *PAIR), np.stack([_closed(_tree("equal", rho)) for rho in fine_rho])),
+            "compared": (("bias", *PAIR), np.stack([_closed(_tree(bias, config.rho)) for bias in BIASES])),
+            "approach": (("c", "fine_gap", "height"), _near_one(height, fine_gap[:, None], c[:, None, None])),
+            "reached": (("fine_c", "height"), _near_one(height, NEAR, fine_c[:, None])),
+            "limit": (("fine_c", "height"), hierarchy.cooccurrence_limit(height, DEPTH, fine_c[:, None])),
+        },
+        {
+            "rho": rhos,
+            "bias": list(BIASES),
+            "c": c,
+            "gap": gaps,
+            "height": height,
+            "fine_rho": fine_rho,
+            "fine_gap": fine_gap,
+            "fine_c": fine_c,
+        },
+    )
+
+
+def _drawn(config: Config, generator: torch.Generator) -> xr.Dataset:
+    """Sample every tree and enumerate random ones, for one seed."""
+    rhos, c, gaps = _grids(config)
+    samples, number = whole("samples", config.samples, low=1000), whole("trees", config.trees)
+    counts = np.stack([_together(_tree("equal", rho), samples, generator) for rho in rhos])
+    compared = np.stack([_together(_tree(bias, config.rho), samples, generator) for bias in BIASES])
+    approach = np.array([[_by_height(_chain(gap, ratio), samples, generator) for gap in gaps] for ratio in c])
+    trees = [HBLT.random(generator=generator) for _ in range(number)]
+    return xr.Dataset(
+        {
+            "occurrences": (("rho", "given"), np.diagonal(counts, axis1=1, axis2=2)),
+            "frequency": (("rho", *PAIR), _conditional(counts)),
+            "compared_frequency": (("bias", *PAIR), _conditional(compared)),
+            "approach_frequency": (("c", "gap", "height"), approach),
+            "nodes": ("tree", np.array([tree.parents.size for tree in trees])),
+            "error": ("tree", np.array([np.abs(_closed(tree) - _enumerated(tree)).max() for tree in trees])),
+        }
+    )
+
+
+def _grids(config: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rhos = real("rhos", list(config.rhos), ndim=1, low=0.0, high=0.99)
+    gaps = real("gaps", list(config.gaps), ndim=1, low=1e-3, high=1.0)
+    c = real("c", list(config.c), ndim=1, low=0.0, high=2 / gaps.max())  # ρ_0 = 1 − c (1 − ρ) is at least −1
+    return rhos, c, gaps
+
+
+def _tree(bias: str, rho: float) -> HBLT:
+    return HBLT(SHAPE, P0, BIASES[bias], rho)
+
+
+def _chain(gap: float, ratio: float) -> HBLT:
+    return HBLT.regular(BINARY, p0=[1.0], p_child=[[1 - ratio * gap]], rho=1 - gap)
+
+
+def _closed(tree: HBLT) -> np.ndarray:
+    return hierarchy.cooccurrence_matrix(tree.parents, tree.p0, tree.p_child, tree.rho)
+
+
+def _enumerated(tree: HBLT) -> np.ndarray:
+    return hierarchy.enumerate_cooccurrence(tree.parents, tree.p0, tree.p_child, tree.rho)
+
+
+def _near_one(height: np.ndarray, gap: np.ndarray | float, ratio: np.ndarray) -> np.ndarray:
+    return hierarchy.cooccurrence(height, DEPTH, gap, ratio * gap, complement=True)
+
+
+def _together(tree: HBLT, samples: int, generator: torch.Generator) -> np.ndarray:
+    """Count the sequences that hold tokens `l` and `m`, [l, m]; the diagonal counts those that hold one."""
+    token = tree.sample(samples, generator=generator).token.numpy().astype(np.float64)
+    return token.T @ token
+
+
+def _conditional(counts: np.ndarray) -> np.ndarray:
+    return counts / np.diagonal(counts, axis1=-2, axis2=-1)[..., None, :]
+
+
+def _by_height(tree: HBLT, samples: int, generator: torch.Generator) -> np.ndarray:
+    """Frequency of `l` given `m`, all pairs of a height counted together, for heights 1 to DEPTH − 1."""
+    counts = _together(tree, samples, generator)
+    heights, once = DEPTH - hierarchy.common_depth(tree.parents), np.broadcast_to(np.diagonal(counts), counts.shape)
+    return np.array([counts[heights == h].sum() / once[heights == h].sum() for h in range(1, DEPTH)])
+
+
+def profile(values: xr.DataArray, common_height: xr.DataArray) -> xr.DataArray:
+    """Average over all ordered pairs of a height, along a new axis `level`; the last level is the root."""
+    parts = [values.where(common_height == height).mean(PAIR) for height in range(1, DEPTH + 1)]
+    return xr.concat(parts, dim=xr.Variable("level", np.arange(1, DEPTH + 1)))
+
+
+def scores(run: xr.Dataset, *, pooled: bool = False) -> xr.DataArray:
+    """Distance of each pair's frequency from the closed form, in standard errors; `pair` runs over ρ too.
+
+    `pooled` takes all seeds' sequences as one sample: the more seeds, the sharper, with no more pairs to pick from.
+    """
+    trials, hits = run.occurrences, run.frequency * run.occurrences
+    if pooled:
+        trials, hits = (count.reduce(np.sum, "seed", keepdims=True) for count in (trials, hits))
+    z = (hits - trials * run.closed) / (trials * run.closed * (1 - run.closed)) ** 0.5
+    two = z.transpose("seed", "rho", *PAIR).values[..., run.common_height.values > 0]
+    return xr.DataArray(two.reshape(len(two), -1), dims=("seed", "pair"))
+
+
+def rise(run: xr.Dataset) -> xr.DataArray:
+    """Largest rise of the sampled frequency from one height to the next, per seed."""
+    return profile(run.compared_frequency.sel(bias="equal"), run.common_height).diff("level").max("level")
+
+
+def companions(run: xr.Dataset, values: xr.DataArray) -> xr.DataArray:
+    """Averages over the companions of the followed token that are joined to it at each level."""
+    return profile(values.isel(given=[FOLLOWED]), run.common_height.isel(given=[FOLLOWED]))
+
+
+def reversal(run: xr.Dataset) -> xr.DataArray:
+    """How much more often a token of the other branch accompanies the followed one than its sibling does, per seed."""
+    found = companions(run, run.compared_frequency.sel(bias="unequal"))
+    return found.sel(level=DEPTH) - found.sel(level=1)
+
+
+def limit_distance(run: xr.Dataset) -> float:
+    """Largest distance of P[l|m] near ρ = ρ_0 = 1 from 1 − H/(L−1+c)."""
+    return float(abs(run.reached - run.limit).max())
+
+
+def slides_distance(run: xr.Dataset) -> xr.DataArray:
+    """Distance of P[l|m] near ρ = ρ_0 = 1 from 1 − H/L, the largest over heights, for each c."""
+    return abs(run.reached - (1 - run.height / DEPTH)).max("height")
+
+
+CLAIMS = (
+    Claim(
+        "enumeration",
+        "Theorem 5's closed form, root-joined pairs included, is the exact sum over all states: largest distance among "
+        "the pairs of random trees.",
+        lambda run: run.error.max("tree"),
+        at_most(1e-12),
+    ),
+    Claim(
+        "sampled",
+        "Sampled frequencies follow Theorem 5: the largest distance among all pairs and ρ, in standard errors, all "
+        "seeds together.",
+        lambda run: abs(scores(run, pooled=True)).max("pair"),
+        at_most(4.0),
+    ),
+    Claim(
+        "chance",
+        "Sampled frequencies differ from Theorem 5 by chance and nothing else: root mean square distance of a seed, "
+        "in standard errors.",
+        lambda run: (scores(run) ** 2).mean("pair") ** 0.5,
+        near(1.0, 0.25),
+        across="mean",
+    ),
+    Claim(
+        "order",
+        "With equal ρ_0, tokens that share a lower ancestor occur together more often: largest rise of the sampled "
+        "frequency from one height to the next.",
+        rise,
+        at_most(0.0),
+    ),
+    Claim(
+        "reversal",
+        "Unequal ρ_0 can reverse the order: sampled frequency with a token of another branch less that with a sibling.",
+        reversal,
+        at_least(0.0),
+    ),
+    Claim(
+        "limit",
+        "As ρ and ρ_0 tend to 1 with c = (1−ρ_0)/(1−ρ), P[l|m] tends to 1 − H/(L−1+c): largest distance at 1 − ρ = "
+        "1e-8, c from 0 to 4.",
+        limit_distance,
+        at_most(1e-6),
+    ),
+    Claim(
+        "slides",
+        "The slides' limit 1 − H/L is that of ρ_0 = ρ, that is c = 1: largest distance at 1 − ρ = 1e-8.",
+        lambda run: float(slides_distance(run).sel(fine_c=1.0)),
+        at_most(1e-6),
+    ),
+    Claim(
+        "slides-any",
+        "Read without a condition on ρ_0, the slides' limit is 1 − H/L for every c: largest distance, c from 0 to 4.",
+        lambda run: float(slides_distance(run).max()),
+        at_most(1e-6),
+    ),
+)
+
+
+def draw_agreement(run: xr.Dataset) -> Figure:
+    """Draw closed form and frequencies over ρ, the enumeration's distance, and the quantiles of the scores."""
+    figure, axes = canvas(1, 3, width=3.3, height=2.9)
+    line, point = profile(run.curve, run.common_height), profile(run.frequency, run.common_height)
+    for place, level in enumerate(range(1, DEPTH + 1)):
+        label = f"height {level}" if level < DEPTH else "the root"
+        theory(axes[0, 0], run.fine_rho, line.sel(level=level), place)
+        measured(axes[0, 0], run.rho, point.sel(level=level), place, label)
+    axes[0, 0].set(xlabel="correlation ρ of an edge", ylabel="P[l | m]", title="Common ancestor at")
+    axes[0, 0].legend(loc="upper left")
+    theory(axes[0, 1], [run.nodes.min(), run.nodes.max()], [1e-12, 1e-12], 1, "asked for")
+    error = np.maximum(run.error, np.finfo(float).eps / 4)  # so that exact agreement is on the logarithmic axis too
+    measured(axes[0, 1], run.nodes.values.ravel(), error.values.ravel(), 0, "a random tree")
+    axes[0, 1].set(xlabel="nodes of the tree", ylabel="largest |closed form − sum|", yscale="log", title="Enumeration")
+    axes[0, 1].xaxis.get_major_locator().set_params(integer=True)
+    axes[0, 1].legend(loc="center right")
+    ranked = np.sort(scores(run).values, axis=-1)
+    share = (np.arange(ranked.shape[-1]) + 0.5) / ranked.shape[-1]
+    shown = np.unique(np.linspace(0, ranked.shape[-1] - 1, 25).astype(int))
+    theory(axes[0, 2], [-3, 3], [-3, 3], 0, "normal distribution")
+    measured(axes[0, 2], ndtri(share)[shown], xr.DataArray(ranked[:, shown], dims=("seed", "rank")), 1, "pairs")
+    axes[0, 2].set(xlabel="normal quantile", ylabel="distance / standard error", title="Frequency less closed form")
+    axes[0, 2].legend(loc="upper left")
+    letters(axes)
+    return figure
+
+
+def draw_limits(run: xr.Dataset) -> Figure:
+    """Draw the approach to ρ = ρ_0 = 1 for the ratios c, and the limit over c."""
+    figure, axes = canvas(1, 2, width=4.2, height=2.9)
+    middle = 2
+    for place, c in enumerate(run.c.values):
+        theory(axes[0, 0], run.fine_gap, run.approach.sel(c=c, height=middle), place)
+        measured(axes[0, 0], run.gap, run.approach_frequency.sel(c=c, height=middle), place, f"c = {c:g}")
+    axes[0, 0].set(xlabel="1 − ρ", ylabel="P[l | m]", xscale="log", ylim=(0.2, 0.9))
+    axes[0, 0].set_title(f"Height {middle}, depth {DEPTH}")
+    axes[0, 0].legend(loc="upper center", ncols=3)
+    for place, height in enumerate(run.height.values):
+        theory(axes[0, 1], run.fine_c, run.limit.sel(height=height), place)
+        measured(axes[0, 1], run.fine_c[::2], run.reached.sel(height=height)[::2], place, f"height {height}")
+    for c, label in ((0.0, "$1 - H/(L-1)$"), (1.0, "$1 - H/L$")):
+        axes[0, 1].axvline(c, color="0.5", linewidth=0.8, zorder=0)
+        axes[0, 1].text(c + 0.06, 0.99, label, fontsize=8, va="top")
+    axes[0, 1].set(xlabel="$c = (1 - ρ_0)/(1 - ρ)$", ylabel="P[l | m] at ρ → 1", ylim=(0, 1), title="Limits")
+    axes[0, 1].legend(loc="lower right")
+    letters(axes)
+    return figure
+
+
+def draw_order(run: xr.Dataset) -> Figure:
+    """Draw the matrix of a tree, predicted and sampled, and one token's companions for equal and unequal ρ_0."""
+    figure, axes = canvas(1, 3, width=3.3, height=2.9)
+    pictures = {
+        "Closed form": run.compared.sel(bias="equal"),
+        "Sampled, seed 0": run.compared_frequency.sel(bias="equal").isel(seed=0),
+    }
+    for panel, (title, picture) in zip(axes[0], pictures.items(), strict=False):
+        image = panel.imshow(picture, cmap="Greys", vmin=0, vmax=1)
+        panel.grid(visible=False)
+        panel.set(xlabel="given token m", ylabel="token l", title=title)
+        figure.colorbar(image, ax=panel, label="P[l | m]")
+    level = np.arange(1, DEPTH + 1)
+    for place, bias in enumerate(BIASES):
+        theory(axes[0, 2], level, companions(run, run.compared.sel(bias=bias)), place)
+        found = companions(run, run.compared_frequency.sel(bias=bias))
+        measured(axes[0, 2], level, found.transpose("seed", "level"), place, f"{bias} $ρ_0$")
+    axes[0, 2].set_xticks(level, [*map(str, level[:-1]), "root"])
+    axes[0, 2].set(xlabel="height of the common ancestor", ylabel=f"P[l | token {FOLLOWED}]", ylim=(0, 1))
+    axes[0, 2].set_title("Companions of one token")
+    axes[0, 2].legend(loc="lower left")
+    letters(axes)
+    return figure
+
+
+STUDY = Study(
+    name="cooccurrence",
+    title="A latent tree: tokens with a low common ancestor occur together",
+    source="JoMA, Theorem 5 (arXiv 2310.00535) and its slides",
+    about=(
+        "Sequences are sampled from hierarchical binary latent trees. The frequency of token l among the sequences "
+        "that hold token m stands beside Theorem 5's closed form; the closed form stands beside the exact sum over "
+        "all states of random trees, and its limit for ρ, ρ_0 → 1 beside 1 − H/(L−1+c). One tree is given equal and "
+        "then unequal ρ_0, to see when a low common ancestor means more co-occurrence and when it does not."
+    ),
+    version=1,
+    presets={
+        "quick": Preset(Config(), seeds=5, seconds=6),
+        "paper": Preset(Config(samples=1_000_000, trees=50), seeds=20, seconds=280),
+    },
+    run=run,
+    claims=CLAIMS,
+    figures={
+        "agreement": Drawing(
+            draw_agreement,
+            "(a) Probability of a token given another by the height of their lowest common ancestor, equal ρ_0; lines: "
+            "closed form, points: sampled frequencies, bars from least to greatest seed. (b) Closed form against the "
+            "sum over all states, one point a random tree. (c) Quantiles of the sampled frequencies' distances from "
+            "the closed form, all pairs and ρ: on the line they are what chance makes them.",
+        ),
+        "limits": Drawing(
+            draw_limits,
+            "(a) The approach to ρ = ρ_0 = 1 at several ratios c; lines: closed form, points: sampled frequencies, "
+            "bars from least to greatest seed. (b) Lines: the limit 1 − H/(L−1+c); points: the closed form at "
+            "1 − ρ = 1e-8.",
+        ),
+        "order": Drawing(
+            draw_order,
+            "Token-by-token co-occurrence of a tree with equal ρ_0: (a) closed form, (b) sampled. (c) One token's "
+            "companions by the height at which they are joined to it; lines: closed form, points: sampled, bars from "
+            "least to greatest seed. With a rare branch and a common one the order is reversed at the root.",
+        ),
+    },
+)

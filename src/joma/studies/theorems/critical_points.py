@@ -1,0 +1,387 @@
+"""Theorem 3: where its flow stops, with and without a constraint; and how far Theorem 4 follows the full flow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import xarray as xr
+from matplotlib.figure import Figure
+
+from joma.arguments import InputError, choice, positive, real, whole
+from joma.report.figure import canvas, letters, measured, theory
+from joma.studies.theorems import flow_comparison
+from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
+from joma.theory import flows
+from joma.theory.activations import ACTIVATIONS
+from joma.theory.critical import CriticalPoints, critical_points
+from joma.theory.mixture import FLOWS, Unit, theta, velocity
+
+KINDS = ("stable", "saddle", "unstable", "degenerate")
+FATES = ("grew", "died", "stalled")
+RECTIFIERS = ("relu", "leaky_relu", "gelu", "silu")
+GREW = 100.0  # times the norm at the start; a hundredth of it, or of the firing, is death
+
+
+@dataclass(frozen=True)
+class Config(flow_comparison.Config):
+    """Random mixtures for the critical points, random runs of ReLU, and contexts for the full flow."""
+
+    activations: tuple[str, ...] = ("linear", "relu", "leaky_relu", "gelu", "silu", "tanh")
+    tokens: int = 10
+    components: int = 4
+    """Of the mixture: one of positive weight, the others negative."""
+    sigma: float = 0.5
+    """Of the noise; centres have length 1."""
+    close: float = 0.9
+    """Cosine from which a critical point counts as near a centre."""
+    overlaps: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)
+    """Share of their length that the centres have in common."""
+    fate_tokens: int = 5
+    fate_components: int = 3
+    """Of the mixtures, of any signs, in which ReLU's fate is followed."""
+    mixtures: int = 10
+    runs: int = 5
+    """Starts in each of them."""
+    clock: float = 3000.0
+    """How long a fate is awaited, in ∫ dt/‖v‖."""
+
+
+def run(config: Config, context: Context) -> xr.Dataset:
+    """Search, follow and compare, for each seed on its own random streams."""
+    _check(config)
+    parts = (_landscape, _overlaps, _fates, flow_comparison.compare)
+    rows: list[xr.Dataset] = []
+    with context.progress.task("critical points", total=len(parts) * len(context.seeds)) as work:
+        for seed in context.seeds:
+            pieces: list[xr.Dataset] = []
+            for number, part in enumerate(parts):
+                pieces.append(part(config, np.random.default_rng([seed, number])))
+                work.advance()
+            rows.append(xr.merge(pieces))
+    return xr.concat(rows, dim=xr.Variable("seed", list(context.seeds)))
+
+
+def _check(config: Config) -> None:
+    flow_comparison.check(config)
+    for name in config.activations:
+        choice("activations", name, ACTIVATIONS)
+    for field, asked in (("activations", {"linear", *RECTIFIERS, "tanh"}), ("driven", {"relu"})):
+        if missing := asked - {*getattr(config, field)}:
+            remedy = "add them: claims are about them"
+            raise InputError(field, f"with {', '.join(sorted(asked))}", f"none of {', '.join(sorted(missing))}", remedy)
+    for name in ("tokens", "components"):
+        whole(name, getattr(config, name), low=2)
+    for name in ("mixtures", "runs", "fate_tokens", "fate_components"):
+        whole(name, getattr(config, name))
+    for name in ("sigma", "clock"):
+        positive(name, getattr(config, name), ndim=0)
+    real("overlaps", config.overlaps, ndim=1, low=0.0, high=0.99)
+    real("close", config.close, ndim=0, low=-1.0, high=1.0)
+
+
+def _mixture(config: Config, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Random vectors of length 1, one that centres may share and one of each centre's own, and the centres' weights.
+
+    The first weight is positive, the others negative.
+    """
+    drawn = generator.normal(size=(config.components + 1, config.tokens))
+    signs = np.full(config.components, -1.0 / (config.components - 1))
+    signs[0] = 1.0
+    weights = signs * generator.uniform(0.5, 1.5, config.components)
+    return drawn / np.linalg.norm(drawn, axis=-1, keepdims=True), weights
+
+
+def _landscape(config: Config, generator: np.random.Generator) -> xr.Dataset:
+    """Every flow's critical points in one mixture, for every activation."""
+    drawn, weights = _mixture(config, generator)
+    shape = len(FLOWS), len(config.activations)
+    count, cosine, defect = np.zeros((*shape, len(KINDS))), np.full(shape, np.nan), np.zeros(shape[1])
+    near_centre = np.zeros(shape)
+    for column, activation in enumerate(config.activations):
+        unit = Unit.of(activation, drawn[1:], weights, sigma=config.sigma)
+        for row, flow in enumerate(FLOWS):
+            found = critical_points(unit, flow=flow, decay=config.decay, starts=config.starts, generator=generator)
+            count[row, column] = [len(found.of_kind(kind)) for kind in KINDS]
+            stable = found.cosine[found.of_kind("stable"), 0]
+            near_centre[row, column] = (stable >= config.close).any()
+            cosine[row, column] = stable[0] if stable.size else np.nan
+            if flow == "sphere":
+                defect[column] = _euler_defect(found)
+    where = ("flow", "activation")
+    return xr.Dataset(
+        {
+            "count": ((*where, "kind"), count),
+            "near": (where, near_centre),
+            "cosine": (where, cosine),
+            "euler_defect": ("activation", defect),
+        },
+        {"flow": list(FLOWS), "activation": list(config.activations), "kind": list(KINDS)},
+    )
+
+
+def _euler_defect(found: CriticalPoints) -> float:
+    """By how much the indices of a sphere's critical points miss its Euler characteristic; NaN where one has none."""
+    if "degenerate" in found.kind:
+        return np.nan
+    indices = (-1.0) ** (found.eigenvalues > 0).sum(-1)
+    return float(abs(indices.sum() - 1 - (-1) ** found.eigenvalues.shape[1]))
+
+
+def _overlaps(config: Config, generator: np.random.Generator) -> xr.Dataset:
+    """The best stable direction's cosine with the positive centre as the centres come to overlap."""
+    names = [*config.driven, "linear"]
+    cosine = np.full((len(names), len(config.overlaps)), np.nan)
+    control = np.zeros(len(config.overlaps))
+    drawn, weights = _mixture(config, generator)
+    for column, overlap in enumerate(config.overlaps):
+        centres = np.sqrt(overlap) * drawn[0] + np.sqrt(1 - overlap) * drawn[1:]
+        centres /= np.linalg.norm(centres, axis=-1, keepdims=True)
+        mean = weights @ centres
+        control[column] = centres[0] @ mean / np.linalg.norm(mean)
+        for row, activation in enumerate(names):
+            unit = Unit.of(activation, centres, weights, sigma=config.sigma)
+            found = critical_points(unit, flow="sphere", starts=config.starts, generator=generator)
+            stable = found.of_kind("stable")
+            cosine[row, column] = found.cosine[stable[0], 0] if stable.size else np.nan
+    values = {"overlap_cosine": (("unit", "overlap"), cosine), "overlap_linear": ("overlap", control)}
+    return xr.Dataset(values, {"unit": names, "overlap": list(config.overlaps)})
+
+
+def _fates(config: Config, generator: np.random.Generator) -> xr.Dataset:
+    """Share of the runs of the plain ReLU flow that grow, die or do neither."""
+    followed_runs = [_fate(config, generator) for _ in range(config.mixtures)]
+    grew, died = (np.concatenate(part) for part in zip(*followed_runs, strict=True))
+    share = [grew.mean(), died.mean(), (~grew & ~died).mean()]
+    return xr.Dataset({"fate_share": ("fate", share)}, {"fate": list(FATES)})
+
+
+def _fate(config: Config, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Whether the weights grew, and whether they vanished or the unit fell silent, for runs in one mixture.
+
+    ReLU's drive F has degree 0, so that under the clock ∫ dt/‖v‖ the direction e moves by itself, ė = F − (F·e)e, and
+    d ln‖v‖ = F·e: growth to infinity and death in finite time are both out of reach.
+    """
+    centres = generator.normal(size=(config.fate_components, config.fate_tokens))
+    unit = Unit.of("relu", centres, generator.normal(size=config.fate_components), sigma=config.sigma)
+    start = generator.normal(size=(config.runs, config.fate_tokens))
+    start /= np.linalg.norm(start, axis=-1, keepdims=True)
+
+    def rhs(_: float, state: np.ndarray) -> np.ndarray:
+        e = state[:, :-1] / np.linalg.norm(state[:, :-1], axis=-1, keepdims=True)  # else rounding grows where v dies
+        drive = velocity(unit, e)
+        along = (drive * e).sum(-1, keepdims=True)
+        return np.concatenate([drive - along * e, along], axis=-1)
+
+    begin = np.concatenate([start, np.zeros((config.runs, 1))], axis=-1)
+    end = flows.integrate(rhs, begin, [config.clock], method="LSODA", rtol=1e-5, atol=1e-7).states[-1]
+    grew = end[:, -1] >= np.log(GREW)
+    firing = theta("relu", end[:, :-1] @ centres.T, 1.0, config.sigma)[0]  # P[φ' = 1] in each component
+    return grew, ~grew & ((end[:, -1] <= -np.log(GREW)) | (firing < 1 / GREW).all(-1))
+
+
+def share_near(flow: str, *activations: str) -> Callable[[xr.Dataset], xr.DataArray]:
+    """Return the measure: share of the activations that have a stable critical point near the positive centre."""
+    return lambda run: run.near.sel(flow=flow, activation=list(activations)).mean("activation")
+
+
+def best_cosine(flow: str, activation: str) -> Callable[[xr.Dataset], xr.DataArray]:
+    """Return the measure: the best stable point's cosine with the positive centre."""
+    return lambda run: run.cosine.sel(flow=flow, activation=activation)
+
+
+CLAIMS = (
+    Claim(
+        "plain",
+        "Theorem 3: the nonlinearity creates a critical point near a centre. Plain flow: share of rectifying "
+        "activations (ReLU, leaky ReLU, GELU, SiLU) with a stable one whose cosine with the positive centre is at "
+        "least 0.9.",
+        share_near("plain", *RECTIFIERS),
+        at_least(0.9),
+        across="mean",
+    ),
+    Claim(
+        "unit-norm",
+        "A stable point near a centre, with ‖v‖ = 1.",
+        share_near("sphere", *RECTIFIERS),
+        at_least(0.9),
+        across="mean",
+    ),
+    Claim(
+        "decayed",
+        "A stable point near a centre, with weight decay.",
+        share_near("decayed", *RECTIFIERS),
+        at_least(0.9),
+        across="mean",
+    ),
+    Claim(
+        "tanh",
+        "A stable point near a centre for tanh, with ‖v‖ = 1.",
+        share_near("sphere", "tanh"),
+        at_least(0.9),
+        across="mean",
+    ),
+    Claim(
+        "cosine",
+        "A unit-norm constraint gives ReLU a direction near the positive centre: cosine 0.98.",
+        best_cosine("sphere", "relu"),
+        near(0.98, 0.02),
+        across="mean",
+    ),
+    Claim(
+        "cosine-decayed",
+        "Weight decay gives ReLU a direction near the positive centre: its cosine.",
+        best_cosine("decayed", "relu"),
+        near(0.98, 0.02),
+        across="mean",
+    ),
+    Claim(
+        "nonlinear",
+        "The direction near the centre is the nonlinearity's doing: ReLU's cosine less that of the linear "
+        "activation, both with ‖v‖ = 1.",
+        lambda run: best_cosine("sphere", "relu")(run) - best_cosine("sphere", "linear")(run),
+        at_least(0.0),
+    ),
+    Claim(
+        "overlap",
+        "ReLU's direction is near the centre however much the centres have in common: cosine at the largest overlap.",
+        lambda run: run.overlap_cosine.sel(unit="relu").isel(overlap=-1),
+        at_least(0.9),
+        across="mean",
+    ),
+    Claim(
+        "fates",
+        "Without a constraint ReLU's weights grow or die (117 and 32 of 150 random runs): share that does neither.",
+        lambda run: run.fate_share.sel(fate="stalled"),
+        at_most(0.05),
+        across="mean",
+    ),
+    Claim(
+        "complete",
+        "No critical point of the sphere was missed: their indices add up to its Euler characteristic (defect).",
+        lambda run: run.euler_defect.max("activation"),
+        at_most(0.0),
+    ),
+    Claim(
+        "folded",
+        "Theorem 1: with attention folded into the MLP the flow is the full one: share of its life within 10 %.",
+        flow_comparison.followed_by("folded", "plain"),
+        at_least(1.0),
+    ),
+    Claim(
+        "averaged",
+        "Theorem 3's averaged drive, times the folded attention, follows the full flow: share of its life within 10 %.",
+        flow_comparison.followed_by("averaged", "plain"),
+        at_least(0.9),
+        across="mean",
+    ),
+    Claim(
+        "reduced",
+        "Theorem 4's flow, with the stable point of unit norm as its centre, follows the full one: share of its life "
+        "within 10 %.",
+        flow_comparison.followed_by("reduced at rest", "plain"),
+        at_least(0.9),
+        across="mean",
+    ),
+    Claim(
+        "reduced-start",
+        "Theorem 4's flow, with μ = −‖v‖² Σ a θ1 x̄ / Σ a θ2 of the start, follows the full one: share of its life.",
+        flow_comparison.followed_by("reduced at the start", "plain"),
+        at_least(0.9),
+        across="mean",
+    ),
+    Claim(
+        "reduced-decayed",
+        "Theorem 4's flow, with weight decay and the decayed flow's stable point as its centre, follows the full "
+        "one: share of its life.",
+        flow_comparison.followed_by("reduced at rest", "decayed"),
+        at_least(0.9),
+        across="mean",
+    ),
+    Claim(
+        "reduced-decayed-start",
+        "Theorem 4's flow, with weight decay and the decayed flow's centre at the start, follows the full one: share "
+        "of its life.",
+        flow_comparison.followed_by("reduced at the start", "decayed"),
+        at_least(0.9),
+        across="mean",
+    ),
+    Claim(
+        "bounce",
+        "The full flow's attention turns dense again: entropy regained after its least value, in nats.",
+        flow_comparison.recovery,
+        at_least(0.01),
+        across="mean",
+    ),
+)
+
+
+def draw_landscape(run: xr.Dataset) -> Figure:
+    """Draw how many stable points each flow has, where ReLU's runs end, and how near a centre the stable points are."""
+    figure, axes = canvas(1, 3, width=3.4, height=3.0)
+    place = np.arange(run.sizes["activation"])
+    labels = {"plain": "plain", "sphere": "unit norm", "decayed": "weight decay"}
+    for index, (flow, label) in enumerate(labels.items()):
+        stable = run["count"].sel(flow=flow, kind="stable")
+        measured(axes[0, 0], place + 0.2 * (index - 1), stable, index, label)
+    axes[0, 0].set_xticks(place, [str(name).replace("_", " ") for name in run.activation.values], rotation=30)
+    axes[0, 0].set(ylabel="stable critical points", title="Where the flow can stop", ylim=(-0.2, None))
+    axes[0, 0].legend()
+    measured(axes[0, 1], np.arange(len(FATES)), run.fate_share, 0)
+    axes[0, 1].set_xticks(np.arange(len(FATES)), FATES)
+    axes[0, 1].set(ylabel="share of runs", title="Plain ReLU flow", xlim=(-0.5, 2.5), ylim=(-0.05, 1.05))
+    theory(axes[0, 2], run.overlap, run.overlap_linear.mean("seed"), 0, "linear, closed form")
+    for index, name in enumerate(run.unit.values):
+        shift = 0.012 * (index - (run.sizes["unit"] - 1) / 2)
+        measured(axes[0, 2], run.overlap + shift, run.overlap_cosine.sel(unit=name), index, str(name))
+    axes[0, 2].set(xlabel="overlap of the centres", ylabel="cosine with the positive centre", title="Stable, unit norm")
+    axes[0, 2].legend(loc="lower left")
+    letters(axes)
+    return figure
+
+
+STUDY = Study(
+    name="critical-points",
+    title="Where a nonlinear unit's flow stops, and how far the reduced flow follows the full one",
+    source="JoMA, Theorems 3 and 4 (arXiv 2310.00535)",
+    about=(
+        "Theorem 3's flow of one hidden unit, fed by random mixtures with one centre of positive weight, is searched "
+        "for critical points: as it stands, with ‖v‖ = 1, and with weight decay. Runs of the plain ReLU flow in "
+        "mixtures of any signs show what happens where there is none. Then the step to Theorem 4: the block's full "
+        "coupled flow (exp attention, constant gradients, samples of a mixture of non-negative contexts) beside a "
+        "ladder of approximations: attention folded into the MLP (Theorem 1, exact), the drive averaged over noise "
+        "under uniform attention (Theorem 3), and v̇ = rate (μ − v) ∘ exp(v²/2) about a stable point μ (Theorem 4)."
+    ),
+    version=1,
+    presets={
+        "quick": Preset(Config(), seeds=3, seconds=12),
+        "paper": Preset(
+            Config(
+                tokens=30, components=6, starts=96, mixtures=30, samples=200, driven=("relu", "gelu", "silu", "tanh")
+            ),
+            seeds=20,
+            seconds=300,
+        ),
+    },
+    run=run,
+    claims=CLAIMS,
+    threads=1,
+    figures={
+        "landscape": Drawing(
+            draw_landscape,
+            "(a) Stable critical points found, by flow and activation. (b) What becomes of runs of the plain ReLU "
+            "flow: weights a hundred times as long (grew), a hundredth or a silent unit (died), neither (stalled). "
+            "(c) Cosine of the stable direction of unit norm with the positive centre, as all centres come to share a "
+            "part; the line is the linear activation's closed form. Points: means over seeds, bars from least to "
+            "greatest.",
+        ),
+        "parting": Drawing(
+            flow_comparison.draw_parting,
+            "Left: the three largest weights of the full flow (points), the averaged flow (thick lines) and the "
+            "reduced flow (thin lines). Middle: distance from the full flow relative to its largest size so far, mean "
+            "over seeds; the horizontal line is at 10 %. A curve ends where the full flow blows up. Right: entropy of "
+            "the attention of the full flow (points) and of the reduced one (lines).",
+        ),
+    },
+)

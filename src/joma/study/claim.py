@@ -1,0 +1,158 @@
+"""Claims as data: a sentence, how it is measured on a run, and the interval that the measured value must lie in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import xarray as xr
+
+Values = TypeVar("Values", xr.Dataset, xr.DataArray)
+Verdict = Literal["holds", "does not hold", "not tested at this preset"]
+
+
+class Absent(Exception):
+    """A run has not what a claim is about: an arm that was left out, a size that was not trained."""
+
+
+def only(values: Values, **labels: Any) -> Values:
+    """Select by label; `Absent` where the run has no such label.
+
+    >>> only(xr.DataArray([1.0, 2.0], {"depth": [1, 5]}, ("depth",)), depth=5).item()
+    2.0
+    """
+    for dim, label in labels.items():
+        if label not in values[dim].values:
+            raise Absent(f"{dim} {label}")
+    return values.sel(labels, drop=True)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The interval that a measured value must lie in, and the words for it."""
+
+    low: float
+    high: float
+    text: str
+
+    def __contains__(self, value: float) -> bool:
+        return bool(self.low <= value <= self.high)
+
+
+def at_most(high: float) -> Expected:
+    """The measured value must not exceed `high`.
+
+    >>> 3.0 in at_most(2.0)
+    False
+    """
+    return Expected(-math.inf, high, f"≤ {high:g}")
+
+
+def at_least(low: float) -> Expected:
+    """The measured value must reach `low`.
+
+    >>> at_least(0.9).text
+    '≥ 0.9'
+    """
+    return Expected(low, math.inf, f"≥ {low:g}")
+
+
+def above(low: float) -> Expected:
+    """The measured value must be greater than `low`.
+
+    >>> 0.0 in above(0.0), 1e-300 in above(0.0), above(0.0).text
+    (False, True, '> 0')
+    """
+    return Expected(math.nextafter(low, math.inf), math.inf, f"> {low:g}")
+
+
+def below(high: float) -> Expected:
+    """The measured value must be less than `high`.
+
+    >>> 0.0 in below(0.0), -1e-300 in below(0.0), below(0.0).text
+    (False, True, '< 0')
+    """
+    return Expected(-math.inf, math.nextafter(high, -math.inf), f"< {high:g}")
+
+
+def between(low: float, high: float) -> Expected:
+    """The measured value must lie in [low, high].
+
+    >>> 0.5 in between(0, 1)
+    True
+    """
+    return Expected(low, high, f"{low:g} to {high:g}")
+
+
+def near(value: float, tolerance: float) -> Expected:
+    """The measured value must lie within `tolerance` of `value`.
+
+    >>> near(0.4278, 1e-3).text
+    '0.4278 ± 0.001'
+    """
+    return Expected(value - tolerance, value + tolerance, f"{value:g} ± {tolerance:g}")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is said, as data.
+
+    Attributes:
+        name: a short name, unique within the study.
+        said: the sentence, with its source.
+        measure: from the run's Dataset to one number, or to an array over `seed`; `Absent` where the run has not what
+            the claim is about, which is then not tested.
+        expected: where the number must lie: `at_most`, `at_least`, `between` or `near`.
+        across: whether `every` seed must lie there, or the `mean` over seeds.
+        presets: the presets at which the claim can be decided; elsewhere it is measured but not judged.
+        seeds: the fewest seeds with which it can be decided; a bound over seeds needs two.
+    """
+
+    name: str
+    said: str
+    measure: Callable[[xr.Dataset], xr.DataArray | float]
+    expected: Expected
+    across: Literal["every", "mean"] = "every"
+    presets: tuple[str, ...] = ("quick", "paper")
+    seeds: int = 1
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The claim as it is stored and listed: all but how it is measured."""
+        return {
+            "name": self.name,
+            "said": self.said,
+            "expected": self.expected.text,
+            "across": self.across,
+            "presets": list(self.presets),
+            "seeds": self.seeds,
+        }
+
+    def judge(self, trajectory: xr.Dataset, preset: str) -> dict[str, Any]:
+        """Measure the claim on a run: a record for `claims.json`, with the spread over seeds and the verdict."""
+        there = preset in self.presets and trajectory.sizes.get("seed", 1) >= self.seeds
+        try:
+            values = np.atleast_1d(np.asarray(self.measure(trajectory), dtype=np.float64))
+        except Absent:
+            values, there = np.array([np.nan]), False
+        if values.ndim != 1:
+            raise TypeError(f"claim {self.name!r}: `measure` must return a number or one value a seed")
+        judged = values if self.across == "every" else values.mean(keepdims=True)
+        verdict: Verdict = "holds" if all(value in self.expected for value in judged) else "does not hold"
+        if not there:
+            verdict = "not tested at this preset"
+        return {**self.words, "measured": summary(values), "verdict": verdict}
+
+
+def summary(values: np.ndarray) -> dict[str, Any]:
+    """Mean, standard deviation, least and greatest over seeds; what is not finite becomes None, as JSON has no NaN."""
+    spread = values.std(ddof=1) if values.size > 1 and np.isfinite(values).all() else 0.0
+    figures = {"mean": values.mean(), "sd": spread, "min": values.min(), "max": values.max()}
+    return {key: _finite(value) for key, value in figures.items()} | {"values": [_finite(value) for value in values]}
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,270 @@
+import dataclasses
+import json
+import os
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+import toy_study
+from joma import open_run
+from joma.arguments import InputError
+from joma.files import Held, StorageError, lock
+from joma.runs import find_runs, read_claims, write_claims, write_trajectory
+from joma.studies import MODULES, execute, judge, load
+from joma.study import Absent, Claim, at_least, at_most, between, near
+from toy_study import STUDY, Config
+
+
+def verdicts(outcome):
+    return {claim["name"]: claim["verdict"] for claim in outcome.claims}
+
+
+def test_a_run_is_stored_judged_and_drawn(tmp_path):
+    outcome = execute(STUDY, out=tmp_path)
+    assert verdicts(outcome) == {"end": "holds", "each": "holds", "later": "not tested at this preset"}
+    assert outcome.failed == 0
+    names = {str(path.relative_to(outcome.path)) for path in outcome.path.rglob("*") if path.is_file()}
+    figures = {f"figures/1-line{suffix}" for suffix in (".svg", ".pdf", ".txt")}
+    assert names == {"config.json", "trajectory.nc", "claims.json", "log.txt"} | figures
+    np.testing.assert_allclose(open_run(outcome.path).value.isel(time=-1), [2.0, 2.01, 2.02])
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    first = execute(STUDY, out=tmp_path)
+    calls = len(toy_study.calls)
+    second = execute(STUDY, out=tmp_path)
+    assert len(toy_study.calls) == calls
+    assert second.reused
+    assert second.claims == first.claims
+    assert not execute(STUDY, out=tmp_path, seeds=2).reused
+    assert not execute(STUDY, out=tmp_path, config=Config(slope=3.0)).reused
+
+
+def changed(**options):
+    """The toy study with its first claim changed."""
+    first, *others = STUDY.claims
+    return dataclasses.replace(STUDY, claims=(dataclasses.replace(first, **options), *others))
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict"),
+    [
+        ({"expected": at_least(3.0)}, "does not hold"),
+        ({"said": "The line ends where it should."}, "holds"),
+        ({"across": "every"}, "holds"),
+        ({"presets": ("quick",)}, "not tested at this preset"),
+        ({"seeds": 3}, "not tested at this preset"),
+        ({"name": "last"}, "holds"),
+    ],
+)
+def test_a_finished_run_is_judged_anew_where_its_claims_were_others(tmp_path, options, verdict):
+    first = execute(STUDY, preset="paper", out=tmp_path, seeds=2)
+    calls = len(toy_study.calls)
+    other = changed(**options)
+    second = execute(other, preset="paper", out=tmp_path, seeds=2)
+    assert len(toy_study.calls) == calls
+    assert (second.path, second.reused, second.wall_time) == (
+        first.path,
+        True,
+        pytest.approx(first.wall_time, abs=1e-3),
+    )
+    assert [claim["verdict"] for claim in second.claims] == [verdict, *[claim["verdict"] for claim in first.claims[1:]]]
+    assert read_claims(second.path)["claims"] == second.claims
+    assert "judged anew" in (second.path / "log.txt").read_text()
+    assert execute(other, preset="paper", out=tmp_path, seeds=2).claims == second.claims
+    assert (second.path / "log.txt").read_text().count("judged anew") == 1  # the same claims are not judged again
+
+
+def test_a_run_is_judged_from_what_is_stored_at_the_preset_that_it_was_run_at(tmp_path):
+    first = execute(STUDY, preset="paper", out=tmp_path)
+    for file in (first.path / "figures").iterdir():
+        file.rename(file.with_stem("1-old"))
+    for name in ("mine.svg", "1-line-mine.svg", "2024-mine.svg"):
+        (first.path / "figures" / name).touch()
+    (first.path / "figures" / "3-folder.svg").mkdir()
+    calls = len(toy_study.calls)
+    again = judge(STUDY, first.path)
+    assert len(toy_study.calls) == calls
+    assert (again.claims, again.preset, again.reused) == (first.claims, "paper", True)
+    assert {file.name for file in (first.path / "figures").iterdir()} == {
+        "1-line.svg",
+        "1-line.pdf",
+        "1-line.txt",
+        "mine.svg",
+        "1-line-mine.svg",
+        "2024-mine.svg",
+        "3-folder.svg",
+    }
+
+
+def test_a_stored_run_that_lacks_what_is_measured_is_named_and_kept(tmp_path):
+    path = execute(STUDY, out=tmp_path).path
+    write_trajectory(path / "trajectory.nc", open_run(path).rename(value="worth"))
+    with pytest.raises(StorageError, match="altered since its claims were measured"):
+        judge(STUDY, path)
+    write_claims(path, [], wall_time=1.0)
+    with pytest.raises(
+        StorageError, match=f"{path.name} lacks what toy is judged by .*value.*; delete it to run it again"
+    ):
+        judge(STUDY, path)
+    assert read_claims(path)["claims"] == []
+
+
+def test_the_preset_of_a_stored_run_is_that_which_it_was_run_at(tmp_path):
+    options = {"out": tmp_path, "seeds": 2, "config": Config()}
+    execute(STUDY, preset="quick", **options)
+    for study in (STUDY, changed(said="Another.")):
+        again = execute(study, preset="paper", **options)
+        assert (again.preset, again.reused) == ("quick", True)
+
+
+def test_judging_makes_no_run_younger(tmp_path):
+    old, new = (execute(STUDY, out=tmp_path, seeds=seeds).path for seeds in (1, 2))
+    os.utime(old / "trajectory.nc", (0, 0))
+    judge(STUDY, old)
+    assert find_runs(tmp_path) == [old, new]
+
+
+def test_a_run_of_another_version_is_not_judged(tmp_path):
+    path = execute(STUDY, out=tmp_path).path
+    before = (path / "claims.json").read_bytes()
+    with pytest.raises(StorageError, match=r"version 1, where toy, version 2 is judged; run it again"):
+        judge(dataclasses.replace(STUDY, version=2), path)
+    assert (path / "claims.json").read_bytes() == before
+    with lock(path), pytest.raises(Held):
+        judge(STUDY, path)
+
+
+def test_an_unfinished_run_is_run_anew(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        execute(STUDY, out=tmp_path, config=Config(mode="interrupt"))
+    outcome = execute(STUDY, out=tmp_path)
+    (outcome.path / "claims.json").unlink()
+    assert not execute(STUDY, out=tmp_path).reused
+
+
+def test_claims_are_decided_at_their_presets_only(tmp_path):
+    outcome = execute(STUDY, preset="paper", out=tmp_path)
+    assert verdicts(outcome)["later"] == "does not hold"
+    assert outcome.failed == 1
+    measured = outcome.claims[2]["measured"]
+    np.testing.assert_allclose(measured["values"], 2 + 0.01 * np.arange(5))
+    np.testing.assert_allclose(measured["sd"], np.std(np.arange(5), ddof=1) * 0.01)
+
+
+def test_nan_never_holds_and_stays_valid_json(tmp_path):
+    outcome = execute(STUDY, out=tmp_path, config=Config(mode="nan"))
+    assert verdicts(outcome)["end"] == verdicts(outcome)["each"] == "does not hold"
+    record = json.loads((outcome.path / "claims.json").read_text())
+    assert record["claims"][0]["measured"]["values"][0] is None
+
+
+def test_what_a_run_has_not_is_not_tested():
+    def missing(_):
+        raise Absent
+
+    judged = Claim("x", "x", missing, at_least(0.0)).judge(xr.Dataset({"x": ("seed", [1.0])}), "quick")
+    assert (judged["verdict"], judged["measured"]["values"]) == ("not tested at this preset", [None])
+
+
+def test_lost_seeds_are_told_and_logged(tmp_path):
+    with pytest.warns(UserWarning, match="toy: the loss of seeds 0 was not finite"):
+        outcome = execute(STUDY, out=tmp_path, config=Config(mode="lose"))
+    assert "the loss of seeds 0 was not finite" in (outcome.path / "log.txt").read_text()
+
+
+def test_another_text_of_the_same_name_is_another_run(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("one")
+    config = Config(text=str(text))
+    first = execute(STUDY, out=tmp_path, config=config)
+    assert execute(STUDY, out=tmp_path, config=config).reused
+    text.write_text("two")
+    second = execute(STUDY, out=tmp_path, config=config)
+    assert not second.reused
+    assert second.path != first.path
+
+
+@pytest.mark.parametrize("file", ["config.json", "claims.json"])
+def test_json_of_another_kind_is_named(tmp_path, file):
+    path = execute(STUDY, out=tmp_path).path
+    (path / file).write_text("[]")
+    with pytest.raises(StorageError, match=f"{file} is not what a run writes; delete"):
+        execute(STUDY, out=tmp_path)
+
+
+def test_the_folder_of_one_study_is_no_place_for_another(tmp_path):
+    execute(STUDY, out=tmp_path)
+    with pytest.raises(StorageError, match="holds the runs of one study; choose the folder above it"):
+        execute(STUDY, out=tmp_path / "toy")
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.floats(-5, 5), st.booleans())
+def test_every_and_mean(values, threshold, every):
+    trajectory = xr.Dataset({"x": ("seed", values)})
+    claim = Claim("x", "x", lambda run: run.x, at_most(threshold), across="every" if every else "mean")
+    expected = max(values) <= threshold if every else np.mean(values) <= threshold
+    assert (claim.judge(trajectory, "quick")["verdict"] == "holds") == expected
+
+
+def test_a_measure_must_be_a_number_or_one_value_a_seed():
+    claim = Claim("x", "x", lambda run: run.x, at_most(1))
+    with pytest.raises(TypeError, match="one value a seed"):
+        claim.judge(xr.Dataset({"x": (("a", "b"), np.zeros((2, 2)))}), "quick")
+
+
+@given(st.floats(-10, 10), st.floats(0, 3), st.floats(-20, 20))
+def test_expected_intervals(value, tolerance, x):
+    assert (x in near(value, tolerance)) == (value - tolerance <= x <= value + tolerance)
+    assert (x in between(value, value + tolerance)) == (value <= x <= value + tolerance)
+    assert (x in at_least(value)) == (x >= value)
+
+
+def test_another_process_that_holds_the_run_is_named(tmp_path):
+    path = execute(STUDY, out=tmp_path).path
+    with lock(path), pytest.raises(Held, match=str(path)):
+        execute(STUDY, out=tmp_path)
+
+
+def test_a_damaged_finished_run_is_named_and_kept(tmp_path):
+    path = execute(STUDY, out=tmp_path).path
+    file = path / "trajectory.nc"
+    file.write_bytes(file.read_bytes()[:-100])
+    size = file.stat().st_size
+    with pytest.raises(StorageError, match="cut short or altered"):
+        execute(STUDY, out=tmp_path)
+    assert file.stat().st_size == size
+
+
+def test_an_unusable_folder_is_found_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    calls = len(toy_study.calls)
+    with pytest.raises(StorageError, match="Not a directory"):
+        execute(STUDY, out=tmp_path / "file")
+    assert len(toy_study.calls) == calls
+
+
+@pytest.mark.parametrize("options", [{"preset": "quik"}, {"seeds": 0}])
+def test_bad_options(tmp_path, options):
+    with pytest.raises(InputError):
+        execute(STUDY, out=tmp_path, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_study_is_declared_whole(name):
+    study = load(name)
+    assert study.name == name
+    assert {"quick", "paper"} <= set(study.presets)
+    names = [claim.name for claim in study.claims]
+    assert len(names) == len(set(names)) >= 2
+    said = [claim.said for claim in study.claims]
+    assert len(said) == len(set(said))
+    # A report lists some alone.
+    dangling = ("So ", "Nor ", "And ", "They ", "It ", "That ", "These ", "Those ", "Then ", "The same ")
+    assert not [words for words in said if words.startswith(dangling)]
+    assert all(set(claim.presets) <= set(study.presets) for claim in study.claims)
+    assert study.figures
