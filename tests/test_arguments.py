@@ -34,7 +34,7 @@ def test_real_names_argument_expectation_and_what_came(value, options, expected,
 def test_probabilities_accept_exactly_what_is_normalised(weights):
     normal = np.array(weights) / np.sum(weights)
     np.testing.assert_array_equal(probabilities("p", normal), normal)
-    with pytest.raises(InputError, match="summing to 1"):
+    with pytest.raises(InputError, match="sum to 1"):
         probabilities("p", normal * 1.001)
 
 

@@ -1,25 +1,83 @@
-"""Arguments are checked once, at the public surface, and every complaint has four parts.
+"""Check arguments once, at the public surface; every error has four parts.
 
-The argument, what was expected, what came, and what to do about it: `InputError` says all four, and the command line
-turns it into one line and exit code 2.
+The parts are the argument, what was expected, what was given, and what to do about it. `InputError` keeps all four as
+attributes, and the command line prints them as one line and exits with code 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 T = TypeVar("T")
+Parameters = ParamSpec("Parameters")
 
 
 class InputError(ValueError):
-    """Bad input: the message names the argument, what was expected, what came, and the remedy."""
+    """Bad input: which argument, what was expected of it, what was given, and what to do.
 
-    def __init__(self, name: str, expected: str, got: object, remedy: str) -> None:
-        super().__init__(f"`{name}` must be {expected}, got {got}; {remedy}.")
+    Attributes:
+        name: the argument.
+        expected: what it must be, as it follows "must be" in the message.
+        got: what was given instead.
+        remedy: what to do, without a full stop.
+
+    >>> problem = InputError("p0", "to 1", 1.1, "divide it by its sum", must="sum")
+    >>> problem.name, problem.remedy
+    ('p0', 'divide it by its sum')
+    >>> print(problem)
+    `p0` must sum to 1, got 1.1; divide it by its sum.
+    """
+
+    def __init__(self, name: str, expected: str, got: object, remedy: str, *, must: str = "be") -> None:
+        super().__init__(f"`{name}` must {must} {expected}, got {got}; {remedy}.")
+        self.name, self.expected, self.got, self.remedy = name, expected, got, remedy
+
+
+class StateError(RuntimeError):
+    """An object is used in the wrong state, such as a model that has not been run yet.
+
+    Attributes:
+        subject: the object.
+        required: the state that it must be in.
+        remedy: what to do, without a full stop.
+
+    >>> print(StateError("block", "needs a forward pass first", "call the block on some contexts"))
+    `block` needs a forward pass first; call the block on some contexts.
+    """
+
+    def __init__(self, subject: str, required: str, remedy: str) -> None:
+        super().__init__(f"`{subject}` {required}; {remedy}.")
+        self.subject, self.required, self.remedy = subject, required, remedy
+
+
+def old_names(**renamed: str) -> Callable[[Callable[Parameters, T]], Callable[Parameters, T]]:
+    """Let a function accept former names of its keyword arguments: `old_names(t="times")`.
+
+    >>> @old_names(t="times")
+    ... def double(times):
+    ...     return 2 * times
+    >>> double(t=3), double(times=3), double(3)
+    (6, 6, 6)
+    """
+
+    def decorate(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
+            for old, new in renamed.items():
+                if old in kwargs:
+                    if new in kwargs:
+                        raise InputError(old, f"left out where `{new}` is given", "both", f"give `{new}` alone")
+                    kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def real(
@@ -75,13 +133,19 @@ def positive(name: str, value: ArrayLike, *, ndim: int | None = None) -> np.ndar
     return array
 
 
-def scalar(name: str, value: float, *, above: bool = False) -> float:
-    """Return `value` as one number of at least 0, or above 0.
+def scalar(name: str, value: float, *, low: float = -np.inf, high: float = np.inf, above: float | None = None) -> float:
+    """Return `value` as one finite float in [low, high], and greater than `above` if that is given.
 
-    >>> scalar("temperature", 0.5, above=True)
+    >>> scalar("temperature", 0.5, above=0.0)
     0.5
+    >>> scalar("temperature", 0.0, above=0.0)
+    Traceback (most recent call last):
+    joma.arguments.InputError: `temperature` must be above 0, got 0; give a larger number.
     """
-    return float(positive(name, value, ndim=0) if above else real(name, value, ndim=0, low=0.0))
+    number = float(real(name, value, ndim=0, low=low, high=high))
+    if above is not None and number <= above:
+        raise InputError(name, f"above {above:g}", f"{number:.6g}", "give a larger number")
+    return number
 
 
 def _interval(low: float, high: float) -> str:
@@ -95,13 +159,14 @@ def probabilities(name: str, value: ArrayLike, *, axis: int = -1, ndim: int | No
 
     >>> probabilities("p0", [0.5, 0.6])
     Traceback (most recent call last):
-    joma.arguments.InputError: `p0` must be summing to 1, got sums in [1.1, 1.1]; divide by the sum first.
+    joma.arguments.InputError: `p0` must sum to 1, got 1.1; divide it by its sum.
     """
     array = real(name, value, low=0.0, ndim=ndim)
     sums = array.sum(axis=axis)
     if np.abs(sums - 1).max() > 1e-9:
-        got = f"sums in [{sums.min():.6g}, {sums.max():.6g}]"
-        raise InputError(name, "summing to 1", got, "divide by the sum first")
+        low, high = f"{sums.min():.6g}", f"{sums.max():.6g}"
+        got = low if low == high else f"sums from {low} to {high}"
+        raise InputError(name, "to 1", got, "divide it by its sum", must="sum")
     return array
 
 

@@ -435,7 +435,7 @@ def small(**options):
         (lambda: small(attention="soft"), "`attention` must be one of linear, exp, softmax"),
         (lambda: small(activation="rleu"), "`activation` must be one of .*did you mean 'relu'"),
         (lambda: small(activation="relu", width=0.0), "`width` must be above 0"),
-        (lambda: small(weight=[0.5, 0.6]), "`weight` must be summing to 1"),
+        (lambda: small(weight=[0.5, 0.6]), "`weight` must sum to 1"),
         (lambda: small(weight=[1.0]), "`weight` must be one for each of 2 samples"),
         (lambda: small(weight=[1.0], b_ref=[0.2, 0.3, 0.5]), "`weight` must be one for each of 2 samples"),
         (lambda: small(query=[0, -1]), "`query` must be at least 0"),

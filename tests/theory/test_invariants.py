@@ -340,7 +340,7 @@ PATH, STEPS = np.ones((3, 5, 4)), np.ones((2, 5))
         (lambda: predict("exp", np.ones((2, 5, 4)), V, np.ones((3, 3, 5))), "broadcast together"),
         (lambda: predict("exp", V, V, Z, kappa=-1.0), "`kappa` must be at least 0"),
         (lambda: predict("softmax", V, V, Z), "`b_ref` must be given for softmax"),
-        (lambda: predict("softmax", V, V, Z, b_ref=np.full(5, 0.3)), "`b_ref` must be summing to 1"),
+        (lambda: predict("softmax", V, V, Z, b_ref=np.full(5, 0.3)), "`b_ref` must sum to 1"),
         (lambda: predict("softmax", V, V, Z, b_ref=np.full(4, 0.25)), "`b_ref` must be of 5 tokens"),
         (lambda: predict("softmax", V, V, Z, b_ref=np.full(5, 0.2), temperature=0), "`temperature` must be above 0"),
         (lambda: conserved("exp", V, Z, rate_v=0.0), "`rate_v` must be above 0"),

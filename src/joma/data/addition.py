@@ -18,7 +18,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from torch import Tensor
 
-from joma.arguments import InputError, real, whole
+from joma.arguments import InputError, scalar, whole
 from joma.noise import uniform
 from joma.tensors import as_tensor
 
@@ -123,7 +123,7 @@ def split(digits: int, *, share: float, generator: torch.Generator) -> Pairs:
     (torch.Size([9004, 2]), torch.Size([996, 2]))
     """
     count = 10 ** whole("digits", digits, high=ENUMERATED)
-    share = float(real("share", share, ndim=0, low=0.0, high=1.0))
+    share = scalar("share", share, low=0.0, high=1.0)
     first, second = torch.triu_indices(count, count)
     held = round(share * len(first))
     if not 0 < held < len(first):

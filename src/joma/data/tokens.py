@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from joma.arguments import InputError, choice, real, whole
+from joma.arguments import InputError, choice, scalar, whole
 from joma.noise import streams
 
 WIDTH = 30.0  # of the bumps of `gaussian`, as twice a variance, in tokens squared
@@ -141,8 +141,8 @@ def sequence_classes(
     """
     queries, classes = whole("queries", queries), whole("classes", classes)
     distinct, common = whole("distinct", distinct), whole("common", common)
-    share = float(real("share", share, ndim=0, low=0.0, high=1.0))
-    variation = float(real("variation", variation, ndim=0, low=0.0, high=1.0))
+    share = scalar("share", share, low=0.0, high=1.0)
+    variation = scalar("variation", variation, low=0.0, high=1.0)
     labels = queries * classes
     drawn = []
     for generator in streams(generators):

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from joma.arguments import InputError, probabilities, real, whole
+from joma.arguments import InputError, probabilities, real, scalar, whole
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class HBLT:
         if p_child.shape != (counts[0][0], p0.size):
             expected = f"{counts[0][0]} children of the root x {p0.size} classes"
             raise InputError("p_child", expected, f"shape {p_child.shape}", "give a row a child and a column a class")
-        rho = float(real("rho", self.rho, ndim=0, low=0.0, high=1.0))
+        rho = scalar("rho", self.rho, low=0.0, high=1.0)
         for name, value in {"child_counts": counts, "p0": p0, "p_child": p_child, "rho": rho}.items():
             object.__setattr__(self, name, value)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from joma.arguments import InputError, choice, real, whole
+from joma.arguments import InputError, choice, scalar, whole
 from joma.kernels.gelu import gelu
 from joma.noise import streams
 
@@ -100,7 +100,7 @@ class Block(nn.Module):
         self.activation = choice("activation", activation, ACTIVATIONS)
         self.temperature = _temperature(temperature, attention)
         self.residual, self.norm, self.skip = residual, norm, skip
-        scale = float(real("scale", scale, ndim=0, low=0.0))
+        scale = scalar("scale", scale, low=0.0)
         columns = _embeddings(embeddings, dim, tokens + queries).to(dtype)
         if skip and hidden > len(columns):
             raise InputError("hidden", f"at most dim = {len(columns)} with `skip`", hidden, "widen `dim`")
@@ -187,7 +187,7 @@ class Block(nn.Module):
 
 
 def _temperature(temperature: float, attention: str) -> float:
-    value = float(real("temperature", temperature, ndim=0, low=0.0))
+    value = scalar("temperature", temperature, low=0.0)
     if value == 0.0:
         raise InputError("temperature", "above 0", value, "give a positive number")
     if value != 1.0 and attention != "softmax":

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from joma.arguments import InputError, real
+from joma.arguments import InputError, scalar
 
 TOLERANCE = 1e-5  # float32 rounding of a pad's activation stays below it, what a unit learns is far above
 
@@ -49,7 +49,7 @@ def latent_alignment(
     >>> latent_alignment(latent, hidden, absolute=True)
     tensor([1.0000, 0.5774, nan], dtype=torch.float64)
     """
-    share = float(real("tolerance", tolerance, ndim=0, low=0.0, high=1.0))
+    share = scalar("tolerance", tolerance, low=0.0, high=1.0)
     _check_shapes(latent, hidden, present)
     y = latent.detach().double()
     if not y.isfinite().all():

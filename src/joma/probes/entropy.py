@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from joma.arguments import InputError, choice, real
+from joma.arguments import InputError, choice, scalar
 from joma.kernels import entropy_blocks
 from joma.kernels.entropy_blocks import Scores
 
@@ -189,7 +189,7 @@ def _asked(
     _check_tensors(query, key, mask)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     if type(factor) is not float or not math.isfinite(factor):
-        factor = float(real("scale", factor, ndim=0))
+        factor = scalar("scale", factor)
     query, key, backwards = query.detach(), key.detach(), False
     lead, shared = _leads(query.shape[:-2], key.shape[:-2], grouped)
     query, key = query.expand(*lead, *query.shape[-2:]), key.expand(*shared, *key.shape[-2:])

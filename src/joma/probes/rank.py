@@ -23,7 +23,7 @@ from jaxtyping import Float
 from scipy.special import betaincinv
 from torch import Tensor
 
-from joma.arguments import InputError, real, whole
+from joma.arguments import InputError, scalar, whole
 from joma.kernels.entropy_blocks import exact_products
 
 _SMALL = 256  # rows up to which A itself is squared
@@ -87,7 +87,7 @@ def spectral_norm(weight: Tensor, *, tolerance: float = 2e-3, iterations: int | 
 
 def _norms(weight: Tensor, tolerance: float, iterations: int | None) -> tuple[Float[Tensor, "*batch"], Bounds]:
     """Return the Frobenius norm and bounds of the spectral one."""
-    wanted = float(real("tolerance", tolerance, ndim=0, low=2e-4, high=1.0))
+    wanted = scalar("tolerance", tolerance, low=2e-4, high=1.0)
     steps = None if iterations is None else whole("iterations", iterations, low=1)
     if not weight.is_floating_point() or weight.ndim < 2 or weight.numel() == 0:
         got = f"{weight.dtype} of shape {tuple(weight.shape)}"

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from joma.arguments import InputError, real, whole
+from joma.arguments import InputError, scalar, whole
 from joma.tensors import as_tensor
 
 ENUMERATED = 6  # up to so many earlier tokens all permutations are tried, at most 720
@@ -326,7 +326,7 @@ def position_decodability(states: ArrayLike | Tensor, *, folds: int = 5, ridge: 
     x = _states(states, axes=3).double()
     count, positions, _ = x.shape[-3:]
     folds = whole("folds", folds, low=2, high=count)
-    ridge = float(real("ridge", ridge, ndim=0, low=1e-12))
+    ridge = scalar("ridge", ridge, low=1e-12)
     dealt = torch.arange(count, device=x.device) % folds
     truth = torch.arange(positions, device=x.device)
     right = torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device)
@@ -403,7 +403,7 @@ def slice_similarity(
     tensor([[ 1.,  1.,  1.],
             [-1., -1., -1.]], dtype=torch.float64)
     """
-    given, share = _states(states, axes=4), float(real("tolerance", tolerance, ndim=0, low=0.0, high=1.0))
+    given, share = _states(states, axes=4), scalar("tolerance", tolerance, low=0.0, high=1.0)
     layers, count = given.shape[-4], given.shape[-3]
     if count < (least := 4 if debiased else 2):
         raise InputError("states", f"of at least {least} samples", count, "give more sequences")

@@ -171,7 +171,7 @@ def _checked(config: Config) -> None:
     for name in ("layers", "heads", "width", "batch", "steps", "every"):
         whole(name, getattr(config, name))
     whole("length", config.length, low=2)
-    scalar("rate", config.rate, above=True)
+    scalar("rate", config.rate, above=0.0)
     if config.width % (2 * config.heads):
         got = f"{config.heads} for a width of {config.width}"
         raise InputError("heads", "such that each has an even share of the width", got, "change one of the two")

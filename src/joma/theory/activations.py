@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import erfcx, expit, ndtr
 
-from joma.arguments import InputError, choice, real
+from joma.arguments import InputError, choice, scalar
 
 LEAK = 0.01  # slope of the leaky ReLU below zero
 
@@ -144,7 +144,7 @@ def smoothed(activation: str | Activation, width: ArrayLike) -> Activation:
     0.5
     """
     base = named(activation)
-    scale = float(real("width", width, ndim=0, low=0.0))
+    scale = scalar("width", width, low=0.0)
     if scale == 0.0:
         raise InputError("width", "above 0", scale, "give the scale over which a kink is rounded")
     if base.smooth:

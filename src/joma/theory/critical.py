@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import choice, positive, whole
+from joma.arguments import choice, scalar, whole
 from joma.theory.mixture import FLOWS, Unit
 from joma.theory.moments import Values
 
@@ -256,7 +256,7 @@ def critical_points(
     (('stable', 'unstable'), array([[ 1.,  0.], [-1.,  0.]]))
     """
     choice("flow", flow, RESIDUALS)
-    rates = float(positive("decay", decay, ndim=0)), float(positive("radius", radius, ndim=0))
+    rates = scalar("decay", decay, above=0.0), scalar("radius", radius, above=0.0)
     problem = _Problem(unit, flow, *rates)
     basis = _span_and_one_more(unit.centres)
     reduced = replace(problem, unit=replace(unit, centres=unit.centres @ basis))

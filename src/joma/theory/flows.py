@@ -107,7 +107,7 @@ def integrate(
     """
     start, grid = real("y0", y0), _grid(times)
     scheme = choice("method", method, METHODS)
-    bound = scalar("bound", bound, above=True)
+    bound = scalar("bound", bound, above=0.0)
     if np.abs(start).max() >= bound:
         raise InputError("y0", f"below `bound` = {bound:g}", f"{np.abs(start).max():g}", "raise the bound")
     counted = _Counted(rhs, start.shape, whole("max_evaluations", max_evaluations))
@@ -117,7 +117,7 @@ def integrate(
         raise InputError("rhs", "finite at the start", "an infinite or NaN slope", "check `y0` and the parameters")
     if grid[-1] == 0:
         return Solution(grid, start[None].copy(), math.inf, 1)
-    relative, absolute = scalar("rtol", rtol, above=True), scalar("atol", atol, above=True)
+    relative, absolute = scalar("rtol", rtol, above=0.0), scalar("atol", atol, above=0.0)
     with warnings.catch_warnings(record=True) as said, np.errstate(all="ignore"):
         warnings.simplefilter("always")
         event, span, flat = _BlowUp(counted, bound), (0.0, grid[-1]), start.ravel()
@@ -246,7 +246,7 @@ def softmax_nonlinear(
     array([[1., 2.]])
     """
     centre, start = _together(mu=mu, v0=v0)
-    heat = scalar("temperature", temperature, above=True)
+    heat = scalar("temperature", temperature, above=0.0)
     return integrate(lambda _, v: (centre - v) * softmax(v**2 / heat, axis=-1), start, times, **options)
 
 
@@ -548,14 +548,14 @@ def block(
         weight=share,
         context=context,
         asking=asking,
-        temperature=scalar("temperature", temperature, above=True),
-        rate_v=scalar("rate_v", rate_v, above=True),
-        rate_z=scalar("rate_z", rate_z),
-        rate_bias=scalar("rate_bias", rate_bias),
+        temperature=scalar("temperature", temperature, above=0.0),
+        rate_v=scalar("rate_v", rate_v, above=0.0),
+        rate_z=scalar("rate_z", rate_z, low=0.0),
+        rate_bias=scalar("rate_bias", rate_bias, low=0.0),
         residual=residual,
         layer_norm=layer_norm,
         skip=None if skip is None else real("skip", skip, ndim=2),
-        weight_decay=scalar("weight_decay", weight_decay),
+        weight_decay=scalar("weight_decay", weight_decay, low=0.0),
         b_ref=fixed,
         method="DOP853" if phi.smooth else "LSODA",
     )

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 from scipy.special import xlog1py
 
-from joma.arguments import InputError, broadcast, probabilities, real
+from joma.arguments import InputError, broadcast, probabilities, real, scalar
 
 ENUMERABLE = 20  # binary nodes: their 2^20 states are a million
 
@@ -237,7 +237,7 @@ def _checked(
         expected = f"one row for each of the root's {(parents == 0).sum()} children"
         raise InputError("p_child", expected, f"{len(p_child)} rows", "give one row for each node whose parent is 0")
     # `probabilities` lets 1e-9 pass; here P and 1 − P must agree to rounding.
-    return parents, p0 / p0.sum(), p_child, float(real("rho", rho, ndim=0, low=0.0, high=1.0))
+    return parents, p0 / p0.sum(), p_child, scalar("rho", rho, low=0.0, high=1.0)
 
 
 def _parents(parents: ArrayLike) -> Int[np.ndarray, " node"]:

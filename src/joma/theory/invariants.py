@@ -135,13 +135,13 @@ def predict(
     if weights.shape[-2:] != start.shape[-2:]:
         raise InputError("v0", f"of [token, hidden] {weights.shape[-2:]}", start.shape[-2:], "give the start of `v`")
     _same_tokens("z0", logits, weights)
-    kappa = scalar("kappa", kappa)
+    kappa = scalar("kappa", kappa, low=0.0)
     total = (logits**kind.power).sum(axis=-2)
     growth = (weights**2).sum(axis=-1) - (start**2).sum(axis=-1)
     if kind.normalised:
         fixed = _reference("b_ref", b_ref, weights)
         growth = growth - fixed * growth.sum(axis=-1, keepdims=True)
-        kappa = kappa / scalar("temperature", temperature, above=True)
+        kappa = kappa / scalar("temperature", temperature, above=0.0)
     broadcast(z0=total, v=growth)
     return total + 0.5 * kind.power * kappa * growth
 
@@ -169,7 +169,7 @@ def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_v: float = 1.0
     kind = choice("attention", attention, ATTENTIONS)
     weights, logits = _weights("v", v), _logits("z", z)
     _same_tokens("z", logits, weights)
-    rate_v, rate_z = scalar("rate_v", rate_v, above=True), scalar("rate_z", rate_z, above=True)
+    rate_v, rate_z = scalar("rate_v", rate_v, above=0.0), scalar("rate_z", rate_z, above=0.0)
     if kind.normalised:
         return logits.sum(axis=-1)
     total, squares = (logits**kind.power).sum(axis=-2), (weights**2).sum(axis=-1)
@@ -218,7 +218,7 @@ def ledger(
         raise InputError("v", "of axes [step + 1, ..., token, hidden]", path.shape, "record every step and the end")
     mean, pulled = _along("b_bar", b_bar, path), _along("pull", pull, path)
     rates = {"rate_v": rate_v, "rate_z": rate_z, "temperature": temperature}
-    rates = {name: scalar(name, rate, above=True) for name, rate in rates.items()}
+    rates = {name: scalar(name, rate, above=0.0) for name, rate in rates.items()}
     fixed = _reference("b_ref", b_ref, path)
     moved = np.diff(path, axis=0)
     drift, gap = ledger_rates(path[:-1], moved, mean, pulled, b_ref=fixed, **rates)
@@ -253,7 +253,7 @@ def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1
     _same_tokens("z", logits, path)
     if path.shape[0] != logits.shape[0]:
         raise InputError("z", f"of {path.shape[0]} steps", logits.shape[0], "record both at every step and at the end")
-    added = 0.5 * kind.power * scalar("kappa", kappa) * (np.diff(path, axis=0) ** 2).sum(axis=-1)
+    added = 0.5 * kind.power * scalar("kappa", kappa, low=0.0) * (np.diff(path, axis=0) ** 2).sum(axis=-1)
     if kind.power == 2:
         added = added - (np.diff(logits, axis=0) ** 2).sum(axis=-2)
     return _running_sum(added)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, broadcast, choice, positive, real
+from joma.arguments import InputError, broadcast, choice, positive, real, scalar
 from joma.theory.activations import Activation
 from joma.theory.moments import Averages, Values, averages
 
@@ -98,7 +98,7 @@ class Unit:
             got = f"{len(a)} weights and {len(x)} centres"
             raise InputError("weights", "one for each centre", got, "give a_c = E[g | c] P[c] for each component")
         moments = averages(activation, noise, x.shape[1])
-        return cls(moments, x, a, float(positive("sigma", sigma, ndim=0)), float(real("xi", xi, ndim=0)))
+        return cls(moments, x, a, scalar("sigma", sigma, above=0.0), scalar("xi", xi))
 
     def vectors(self, v: ArrayLike) -> Float[np.ndarray, "*batch token"]:
         """Return `v` [..., token] as float64, checked against the centres and not zero."""
@@ -164,7 +164,7 @@ def velocity(unit: Unit, v: ArrayLike, *, flow: str = "plain", decay: float = 0.
     """
     array = unit.vectors(v)
     projected = choice("flow", flow, FLOWS)
-    return np.asarray(projected(unit.drive(array), array, float(real("decay", decay, ndim=0, low=0.0))))
+    return np.asarray(projected(unit.drive(array), array, scalar("decay", decay, low=0.0)))
 
 
 def offset_velocity(unit: Unit, v: ArrayLike) -> np.ndarray:
@@ -183,7 +183,7 @@ def objective(unit: Unit, v: ArrayLike, *, decay: float = 0.0) -> np.ndarray:
     >>> round(float(objective(Unit.of("relu", [[1.0, 0.0]], [1.0]), [2.0, 0.0])), 6)
     2.166631
     """
-    array, rate = unit.vectors(v), float(real("decay", decay, ndim=0, low=0.0))
+    array, rate = unit.vectors(v), scalar("decay", decay, low=0.0)
     mean = unit.moments.mean(*unit.seen(array))
     return np.asarray(mean @ unit.weights - rate / 2 * (array**2).sum(-1))
 
@@ -212,7 +212,7 @@ def fixed_centre(unit: Unit, v: ArrayLike, *, flow: str = "plain", decay: float 
     >>> float(rate.round(6)), centre.round(6)
     (0.266088, array([1.689663, 0.      ]))
     """
-    array, damping = unit.vectors(v), float(real("decay", decay, ndim=0, low=0.0))
+    array, damping = unit.vectors(v), scalar("decay", decay, low=0.0)
     pull, across = unit.terms(array)
     rates = {
         "plain": -across,

@@ -257,8 +257,8 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "ranks": _pattern,
     "rows": checked_rows,
     "precision": lambda value: choice("precision", value, PRECISIONS),
-    "floor": lambda value: scalar("floor", value),
-    "rank_floor": lambda value: scalar("rank_floor", value),
+    "floor": lambda value: scalar("floor", value, low=0.0),
+    "rank_floor": lambda value: scalar("rank_floor", value, low=0.0),
     "patience": lambda value: whole("patience", value),
 }
 

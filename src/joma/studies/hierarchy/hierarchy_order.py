@@ -18,7 +18,7 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from joma import schedule
-from joma.arguments import InputError, real, whole
+from joma.arguments import InputError, scalar, whole
 from joma.data.trees import HBLT
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.report.figure import band, canvas, letters, measured, theory
@@ -86,7 +86,7 @@ def trees(rho: float) -> dict[str, HBLT]:
     [4, 3, 3]
     """
     # From 0.8 on, `matched` has p(c) = P_CHILD / ρ within [−1, 1].
-    rho = float(real("rho", rho, ndim=0, low=0.8, high=0.99))
+    rho = scalar("rho", rho, low=0.8, high=0.99)
     return {
         "deep": HBLT.regular(DEEP, p0=P0, p_child=P_CHILD, rho=rho),
         "shallow": HBLT.regular(SHALLOW, p0=P0, p_child=P_CHILD * rho, rho=rho),

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from joma import noise, schedule
-from joma.arguments import InputError, choice, real, scalar, whole
+from joma.arguments import InputError, choice, scalar, whole
 from joma.data import addition
 from joma.models.transformer import CHOICES, Decoder, DecoderConfig
 from joma.study import Context
@@ -110,13 +110,13 @@ def check(setting: Setting) -> None:
     """Refuse a setting that cannot be run, by the name of the key that is wrong."""
     count = 10 ** whole("digits", setting.digits, high=addition.ENUMERATED)
     unordered = count * (count + 1) // 2
-    if not FOLDS <= round(float(real("held", setting.held, ndim=0, low=0.0, high=1.0)) * unordered) < unordered:
+    if not FOLDS <= round(scalar("held", setting.held, low=0.0, high=1.0) * unordered) < unordered:
         expected = f"a share that holds out at least {FOLDS} of {unordered} pairs, and not all"
         raise InputError("held", expected, setting.held, "change it")
     for name in ("batch", "steps", "warm_up", "every"):
         whole(name, getattr(setting, name))
     for name in ("rate", "weight_decay"):
-        scalar(name, getattr(setting, name))
+        scalar(name, getattr(setting, name), low=0.0)
     decoder(setting, Arm())
 
 
@@ -204,7 +204,7 @@ def _optimiser(setting: Setting) -> Optimiser:
     def factor(step: Tensor) -> Tensor:
         return torch.minimum((step + 1) / rise, (1 + torch.cos(math.pi * step / steps)) / 2)
 
-    rate, decay = scalar("rate", setting.rate), scalar("weight_decay", setting.weight_decay)
+    rate, decay = scalar("rate", setting.rate, low=0.0), scalar("weight_decay", setting.weight_decay, low=0.0)
     return Optimiser("adamw", rate, weight_decay=decay, schedules={"*": factor})
 
 

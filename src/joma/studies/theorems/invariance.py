@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from joma import schedule
-from joma.arguments import InputError, real, whole
+from joma.arguments import InputError, scalar, whole
 from joma.data.tokens import token_classes
 from joma.models.block import Block
 from joma.report.figure import canvas, letters, marker, measured, theory
@@ -169,7 +169,7 @@ def overlapping(dim: int, columns: int, cosine: float) -> Float[Tensor, "dim col
     >>> (U.T @ U)[0]
     tensor([1.0000, 0.2000, 0.2000], dtype=torch.float64)
     """
-    cosine = float(real("overlap", cosine, ndim=0, low=0.0, high=1.0))
+    cosine = scalar("overlap", cosine, low=0.0, high=1.0)
     if dim <= columns:
         raise InputError("dim", f"above {columns}, the number of embeddings", dim, "widen it")
     own, shared = torch.eye(dim - 1, columns, dtype=torch.float64), torch.ones(1, columns, dtype=torch.float64)

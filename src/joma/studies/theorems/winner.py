@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from joma import schedule
-from joma.arguments import real, whole
+from joma.arguments import scalar, whole
 from joma.data.tokens import token_classes
 from joma.models.block import Block
 from joma.probes.entropy import entropy
@@ -80,7 +80,7 @@ def _data(config: Config, context: Context) -> tuple[Tensor, Tensor, np.ndarray]
 def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, parts: int) -> xr.Dataset:
     """Train from zero weights and logits, each of `steps / 2` intervals of time cut into `parts` steps of SGD."""
     half = whole("steps", config.steps, low=200) // 2
-    last = int(float(real("until", config.until, ndim=0, low=0.1, high=0.999)) * half)
+    last = int(scalar("until", config.until, low=0.1, high=0.999) * half)
     block = Block(tokens=x.shape[-1], hidden=1, generators=context.generators(), attention="exp", scale=0.0)
     found = context.fit(
         block,
