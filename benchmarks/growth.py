@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import mpmath as mp
 import numpy as np
 from scipy.integrate import solve_ivp
 
+from benchmarks.timing import time_ratio
 from joma.theory import growth
 
 _TIMES = np.linspace(0, 10, 200)
 _START = 0.05  # the default of `growth.nonlinear`
+processor_ratio = partial(time_ratio, repeats=3, clock=time.process_time)
 
 
 def rows() -> Iterator[tuple[str, str, str, bool]]:
@@ -25,7 +27,7 @@ def rows() -> Iterator[tuple[str, str, str, bool]]:
     yield what, "≥ 10", f"{ratio:.0f}", ratio >= 10
     part, often = mu[::4], np.linspace(0, 10, 4 * _TIMES.size)
     for name, more in (("components", (mu, _TIMES)), ("times", (part, often))):
-        ratio = _ratio(partial(growth.nonlinear, *more), partial(growth.nonlinear, part, _TIMES))
+        ratio = processor_ratio(partial(growth.nonlinear, *more), partial(growth.nonlinear, part, _TIMES))
         yield f"growth.nonlinear: cost of 4 times as many {name}", "≤ 4.8", f"{ratio:.2f}", ratio <= 4.8
     spare = _memory(mu) / 2**20
     yield "growth.nonlinear, 1e5 x 200: memory beside the result, MiB", "≤ 64", f"{spare:.0f}", spare <= 64
@@ -45,18 +47,7 @@ def _speed(mu: np.ndarray) -> float:
         start = np.full(part.size, _START)
         solve_ivp(flow, (0, _TIMES[-1]), start, method="LSODA", t_eval=_TIMES, rtol=1e-12, atol=1e-12)
 
-    return _ratio(integrate, lambda: growth.nonlinear(mu, _TIMES)) * mu.size / part.size
-
-
-def _ratio(first: Callable[[], object], second: Callable[[], object], repeats: int = 3) -> float:
-    """Return how many times the processor time of the second the first takes, run in turn and each at its best."""
-    best = [np.inf, np.inf]
-    for _ in range(repeats):
-        for which, call in enumerate((first, second)):
-            begin = time.process_time()
-            call()
-            best[which] = min(best[which], time.process_time() - begin)
-    return best[0] / best[1]
+    return processor_ratio(integrate, lambda: growth.nonlinear(mu, _TIMES)) * mu.size / part.size
 
 
 def _memory(mu: np.ndarray) -> int:

@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.timing import time_ratio
 from benchmarks.training import synchronised
 from joma.watch import Recorder, attention
 from joma.watch.hf import EntropyCallback
@@ -47,7 +47,7 @@ def forward(what: str, model: nn.Module, batch: int, length: int) -> Row:
             plain()
 
     with torch.no_grad():
-        ratio = _ratio(watched, plain)
+        ratio = time_ratio(watched, plain, repeats=7, clock=synchronised)
     return f"forward pass inside watch.attention over plain: {what}", "≤ 2.2 x", f"{ratio:.2f} x", ratio <= 2.2
 
 
@@ -112,16 +112,3 @@ def _neox(layers: int, width: int, heads: int, *, vocabulary: int = 256) -> nn.M
         max_position_embeddings=2048,
     )
     return GPTNeoXForCausalLM(config).eval()
-
-
-def _ratio(first: Callable[[], object], second: Callable[[], object], repeats: int = 7) -> float:
-    """How many times as long as the second the first takes."""
-    best = [np.inf, np.inf]
-    for call in (first, second):
-        call()
-    for _ in range(repeats):
-        for which, call in enumerate((first, second)):
-            begun = synchronised()
-            call()
-            best[which] = min(best[which], synchronised() - begun)
-    return float(best[0] / best[1])

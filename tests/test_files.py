@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from joma.files import Held, StorageError, checksum, lock, read_json, write_json, write_text, write_whole
+from joma.files import Held, StorageError, checksum, lock, read_json, write_bytes, write_json, write_text, write_whole
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
@@ -21,6 +21,15 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
         write_whole(target, fail)
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["claims.json"]
+
+
+def test_a_written_file_has_its_content_and_can_be_read_by_others(tmp_path):
+    write_bytes(tmp_path / "a.bin", memoryview(b"\x00\xff"))
+    write_text(tmp_path / "a.txt", "μ\n")
+    write_whole(tmp_path / "a.log", lambda temporary: temporary.write_text("line"))
+    assert (tmp_path / "a.bin").read_bytes() == b"\x00\xff"
+    assert (tmp_path / "a.txt").read_bytes() == b"\xce\xbc\n"
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
 
 
 def test_a_file_size_limit_of_the_system_is_one_clear_error(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+MODE = 0o644  # of every file that is written: a temporary file starts as 0o600, which nobody else could read
 
 
 class StorageError(OSError):
@@ -24,10 +25,10 @@ class Held(StorageError):
     """Another process holds the folder."""
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary neighbour of `path`, then rename it into place.
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file beside `path`, then rename it to `path`; its mode becomes 0o644.
 
-    A reader sees the old file or the new one, never a part; after an error the old one stands untouched.
+    A reader sees the old file or the new one, never a part; after an error the old one is untouched.
     """
     temporary: Path | None = None
     try:
@@ -36,6 +37,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
         temporary = Path(name)
         os.close(handle)
         write(temporary)
+        temporary.chmod(MODE)
         _settle(temporary)
         os.replace(temporary, path)
         _settle(path.parent)
@@ -74,14 +76,14 @@ def check_writable(folder: Path) -> None:
         raise storage_error(folder, OSError(errno.EACCES if there.is_dir() else errno.ENOTDIR, "refused"))
 
 
+def write_bytes(path: Path, content: bytes | bytearray | memoryview) -> None:
+    """Write `content` to `path`, whole or not at all."""
+    write_whole(path, lambda temporary: temporary.write_bytes(content))
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path`, whole."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.chmod(0o644)
-
-    write_whole(path, write)
+    """Write `text` to `path` in UTF-8, whole or not at all."""
+    write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:

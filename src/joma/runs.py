@@ -20,7 +20,7 @@ from typing import Any
 import xarray as xr
 
 from joma.arguments import InputError
-from joma.files import StorageError, checksum, lock, read_json, short_hash, storage_error, write_json, write_whole
+from joma.files import StorageError, checksum, lock, read_json, short_hash, storage_error, write_bytes, write_json
 
 TRAJECTORY = "trajectory.nc"
 PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib")
@@ -187,13 +187,7 @@ def write_trajectory(path: Path, trajectory: xr.Dataset) -> None:
 
     The file is made in memory: where the file system refuses a write of its own, HDF5 ends the process with a crash.
     """
-    content = trajectory.to_netcdf(engine="h5netcdf")
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(content)
-        temporary.chmod(0o644)
-
-    write_whole(path, write)
+    write_bytes(path, trajectory.to_netcdf(engine="h5netcdf"))
 
 
 def find_runs(out: Path, depth: int = 2) -> list[Path]:

@@ -115,6 +115,15 @@ def band(axes: Axes, x: ArrayLike, y: xr.DataArray, index: int = 0, label: str |
     axes.fill_between(np.asarray(x), low, high, color=COLOURS[index % len(COLOURS)], alpha=0.18, linewidth=0)
 
 
+def evenly_spaced(count: int, shown: int) -> list[int]:
+    """Return at most `shown` indices of `count` items, evenly spaced from the first to the last.
+
+    >>> evenly_spaced(12, 4), evenly_spaced(3, 4)
+    ([0, 4, 7, 11], [0, 1, 2])
+    """
+    return sorted(set(np.linspace(0, count - 1, min(count, shown)).round().astype(int).tolist()))
+
+
 def letters(axes: np.ndarray) -> None:
     """Letter the panels (a), (b), … at the upper left, for the caption to refer to."""
     for letter, panel in zip("abcdefghijklmnopqrstuvwxyz", axes.flat, strict=False):
@@ -129,7 +138,6 @@ def save(figure: Figure, stem: Path, *, caption: str) -> None:
 
             def write(temporary: Path, metadata: dict = metadata) -> None:
                 figure.savefig(temporary, metadata=metadata)
-                temporary.chmod(0o644)
 
             write_whole(stem.with_suffix(suffix), write)
     write_text(stem.with_suffix(CAPTION), caption + "\n")

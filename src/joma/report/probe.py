@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from joma.files import write_json
-from joma.report.figure import canvas, letters, marker, series, style
+from joma.report.figure import canvas, evenly_spaced, letters, marker, series, style
 from joma.report.figure import save as save_figure
 from joma.report.table import grid, number
 from joma.runs import TRAJECTORY, provenance, write_trajectory
@@ -94,7 +94,7 @@ def cosines(data: xr.Dataset) -> list[dict[str, Any]]:
     """Embeddings, and hidden vectors at a few depths, at the start and the end, beside random directions."""
     curves = {"token embeddings": data.embedding_cosine} if "embedding_cosine" in data else {}
     if "hidden_cosine" in data:
-        for depth in _spaced(data.sizes["depth"], 4):
+        for depth in evenly_spaced(data.sizes["depth"], 4):
             curves[f"hidden vectors at depth {depth}"] = data.hidden_cosine.isel(depth=depth)
     random = float(data.embedding_random.max()) if "embedding_random" in data else float("nan")
     found = []
@@ -168,10 +168,6 @@ def _drawable(data: xr.Dataset) -> set[str]:
     return found
 
 
-def _spaced(count: int, shown: int) -> list[int]:
-    return sorted(set(np.linspace(0, count - 1, min(count, shown)).round().astype(int).tolist()))
-
-
 def _over_steps(axes: Axes, data: xr.Dataset, curves: Sequence[tuple[str, xr.DataArray]]) -> None:
     for place, (label, curve) in enumerate(curves):
         look = {**series(place), "marker": marker(place)["marker"], "markersize": 3, "markerfacecolor": "white"}
@@ -183,7 +179,7 @@ def _over_steps(axes: Axes, data: xr.Dataset, curves: Sequence[tuple[str, xr.Dat
 
 def _entropy(axes: Axes, data: xr.Dataset) -> None:
     mean = data.entropy.mean("head")
-    places = _spaced(data.sizes["layer"], SHOWN)
+    places = evenly_spaced(data.sizes["layer"], SHOWN)
     _over_steps(axes, data, [(f"layer {place}", mean.isel(layer=place)) for place in places])
     axes.set(ylabel="entropy / nats", title="Attention, mean over heads")
 
@@ -192,11 +188,11 @@ def _ranks(axes: Axes, data: xr.Dataset) -> None:
     ranks = data.stable_rank
     axes.set(ylabel="stable rank", title="Lower matrix of the MLP")
     if not _alone(data):
-        places = _spaced(data.sizes["weight"], SHOWN)
+        places = evenly_spaced(data.sizes["weight"], SHOWN)
         _over_steps(axes, data, [(f"matrix {place}", ranks.isel(weight=place)) for place in places])
         return
     axes.plot(np.arange(data.sizes["weight"]), ranks.isel(step=0), **{**marker(0), "linestyle": "-"})
-    axes.set(xlabel="matrix, from the first layer on", xticks=_spaced(data.sizes["weight"], 8))
+    axes.set(xlabel="matrix, from the first layer on", xticks=evenly_spaced(data.sizes["weight"], 8))
 
 
 def _directions(axes: Axes, data: xr.Dataset) -> None:
@@ -204,13 +200,13 @@ def _directions(axes: Axes, data: xr.Dataset) -> None:
     if not _alone(data):
         curves = [("embeddings", data.embedding_cosine)] if "embedding_cosine" in data else []
         if "hidden_cosine" in data:
-            places = _spaced(data.sizes["depth"], 3)
+            places = evenly_spaced(data.sizes["depth"], 3)
             curves += [(f"hidden, depth {place}", data.hidden_cosine.isel(depth=place)) for place in places]
         _over_steps(axes, data, curves)
     elif "hidden_cosine" in data:
         values = data.hidden_cosine.isel(step=0)
         axes.plot(np.arange(values.size), values, **{**marker(0), "linestyle": "-"})
-        axes.set(xlabel="depth", xticks=_spaced(values.size, 8))
+        axes.set(xlabel="depth", xticks=evenly_spaced(values.size, 8))
     else:
         axes.plot(0, data.embedding_cosine.isel(step=0), **marker(0))
         axes.set_xticks([0], ["token embeddings"])
@@ -225,6 +221,6 @@ def _heads(axes: Axes, data: xr.Dataset) -> None:
     axes.grid(visible=False)
     when = "" if _alone(data) else f", step {int(last.step)}"
     axes.set(xlabel="head", ylabel="layer", title=f"Entropy / nats{when}")
-    axes.set_xticks(_spaced(last.sizes["head"], 8))
-    axes.set_yticks(_spaced(last.sizes["layer"], 8))
+    axes.set_xticks(evenly_spaced(last.sizes["head"], 8))
+    axes.set_yticks(evenly_spaced(last.sizes["layer"], 8))
     axes.figure.colorbar(image, ax=axes)

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from joma.arguments import InputError, scalar, whole
 from joma.data.text import corpus
 from joma.progress import SILENT, Progress, Task
-from joma.report.figure import band, canvas, letters, measured
+from joma.report.figure import band, canvas, evenly_spaced, letters, measured
 from joma.study import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most
 from joma.watch.loading import quiet, transformers
 from joma.watch.probing import Probed, probe
@@ -310,7 +310,7 @@ def _steps(one: xr.Dataset) -> xr.DataArray:
 
 def _places(values: xr.DataArray, dim: str) -> list[int]:
     count = int(values.notnull().any([other for other in values.dims if other != dim]).sum())
-    return sorted(set(np.linspace(0, count - 1, min(count, SHOWN)).round().astype(int).tolist()))
+    return evenly_spaced(count, SHOWN)
 
 
 def _draw_series(axes: np.ndarray, one: xr.Dataset, name: str) -> None:

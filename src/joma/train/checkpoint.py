@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from joma.files import StorageError, checksum, write_text, write_whole
+from joma.files import StorageError, checksum, write_bytes, write_text
 
 KEPT = 2
 NAME = re.compile(r"(0|[1-9]\d*)\.safetensors(\.sha256)?")
@@ -60,13 +60,9 @@ class Checkpoints:
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         content = save(own, {"about": about})
 
-        def write(temporary: Path) -> None:
-            temporary.write_bytes(content)
-            temporary.chmod(0o644)
-
         with ThreadPoolExecutor(1) as beside:  # the checksum is made while the disk is written
             digest = beside.submit(lambda: hashlib.sha256(content).hexdigest())
-            write_whole(file, write)
+            write_bytes(file, content)
         write_text(said, f"{digest.result()}  {file.name}\n")
         self._damaged.discard(step)
         self.tidy(step, keep=keep)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from joma.arguments import InputError
-from joma.files import storage_error, write_whole
+from joma.files import storage_error, write_bytes
 from joma.progress import SILENT, Progress
 from joma.watch.weight_files import Bytes, Entry, Meter, Unreadable, Weights, local_bytes, weight_files
 
@@ -462,12 +461,7 @@ class Store:
         from safetensors.numpy import save
 
         content = save({name: np.asarray(value, order="C") for name, value in values.items()})
-        write_whole(self._file(checkpoint, measure), lambda temporary: _write(temporary, content))
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    os.chmod(path, 0o644)
+        write_bytes(self._file(checkpoint, measure), content)
 
 
 def _through(store: Store | None, checkpoint: Checkpoint, measure: Measure) -> dict[str, np.ndarray]:
