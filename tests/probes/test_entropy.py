@@ -304,7 +304,7 @@ Q = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
         ({"mask": torch.ones(5, 6, dtype=torch.bool)}, "mask", r"\(5, 6\)"),
         ({"mask": torch.ones(6, 6, dtype=torch.int64)}, "mask", "int64"),
         ({"scale": float("nan")}, "scale", "NaN"),
-        ({"precision": "hihg"}, "precision", "did you mean 'high'"),
+        ({"precision": "hihgest"}, "precision", "did you mean 'highest'"),
     ],
 )
 @pytest.mark.parametrize("function", [attention_entropy, attention_rows])

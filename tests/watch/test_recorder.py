@@ -209,7 +209,7 @@ def test_options_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) ->
                 known_options({name: value})
     with pytest.raises(InputError, match=r"`model` must be a `torch.nn.Module`, got str"):
         Recorder("gpt2", TOKENS)
-    kept = {"at": 100, "ranks": "mlp", "precision": "fast", "forward": None}
+    kept = {"at": 100, "ranks": "mlp", "precision": "high", "forward": None}
     assert known_options(kept) == kept
 
 

@@ -580,7 +580,7 @@ def test_bad_arguments_are_named() -> None:
     model = Causal(bound_at_import)
     with pytest.raises(InputError, match="`reduce` must be one of mean, none, got 'meen'"):
         attention(model, reduce="meen").__enter__()
-    with pytest.raises(InputError, match="`precision` must be one of high, fast"):
+    with pytest.raises(InputError, match="`precision` must be one of highest, high"):
         attention(model, precision="low").__enter__()
     shape = r"`rows` must be of shape \(1, 4\).*got \(1, 5\)"
     with pytest.raises(InputError, match=shape), attention(model, rows=torch.ones(1, 5)):

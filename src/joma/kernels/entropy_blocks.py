@@ -376,8 +376,8 @@ IMPLEMENTATIONS = {
 }
 # The first that fits is taken. Half precision loses nothing in the kernel, and is as fast at either precision.
 PRECISIONS = {
-    "high": ("exact", "efficient", "bounded", "blocked"),
-    "fast": ("rounded", "flash", "efficient", "bounded", "blocked"),
+    "highest": ("exact", "efficient", "bounded", "blocked"),
+    "high": ("rounded", "flash", "efficient", "bounded", "blocked"),
 }
 
 

@@ -54,7 +54,7 @@ def attention_entropy(
     mask: Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
-    precision: str = "high",
+    precision: str = "highest",
 ) -> Tensor:
     """Return the entropy of each row of scaled dot-product attention, without the matrix of attention.
 
@@ -72,8 +72,9 @@ def attention_entropy(
             `torch.nn.attention.bias.CausalBias` is taken at its word, without a matrix.
         scale: 1/√dim if not given.
         enable_gqa: whether several heads of `query` may share one of `key`, neighbours the same one.
-        precision: "high" multiplies and adds in float32 at least, whatever the inputs. "fast" lets a GPU round
-            float32 factors to TF32, and takes half precision's fused attention where our own kernel cannot run.
+        precision: in the words of `torch.set_float32_matmul_precision`. "highest" multiplies and adds in float32 at
+            least, whatever the inputs. "high" lets a GPU round float32 factors to TF32, and uses the fused attention
+            kernel of half precision where our own kernel cannot run.
 
     Returns:
         [*batch, head, query] in float32, or float64 for float64; NaN where all keys are hidden, or there are none: see
@@ -96,7 +97,7 @@ def attention_rows(
     mask: Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
-    precision: str = "high",
+    precision: str = "highest",
 ) -> AttentionRows:
     """Return entropy, relative entropy, effective number of tokens and largest weight of each row of attention.
 
@@ -111,7 +112,7 @@ def attention_rows(
         mask: True where a key is seen, or a bias.
         scale: 1/√dim if not given.
         enable_gqa: whether several heads of `query` may share one of `key`.
-        precision: "high" or "fast".
+        precision: "highest" or "high".
 
     Returns:
         Four tensors [*batch, head, query], NaN where all keys are hidden.

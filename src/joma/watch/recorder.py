@@ -78,7 +78,7 @@ class Recorder:
         ranks: stable ranks of the lower layers of the MLPs, known by their usual names, or where none bears one of all
             matrices but embeddings (True); of the matrices whose name matches a regular expression; or none (False).
         rows: the rows that count, [batch, query], as in `joma.watch.attention`.
-        precision: as in `joma.attention_entropy`.
+        precision: as in `joma.attention_entropy`, "highest" or "high".
         floor: a head below this mean entropy, in nats, is near zero. At 0.05 it puts about 99 % on one token.
         rank_floor: a weight has collapsed when it began above this stable rank and fell below it. At 1.1 one direction
             holds 91 % of its squared norm.
@@ -105,7 +105,7 @@ class Recorder:
         forward: Callable[[nn.Module, Any], object] | None = None,
         ranks: bool | str = True,
         rows: Tensor | None = None,
-        precision: str = "high",
+        precision: str = "highest",
         floor: float = 0.05,
         rank_floor: float = 1.1,
         patience: int = 3,

@@ -221,7 +221,7 @@ def checked_model(model: Any) -> nn.Module:
 
 @contextmanager
 def attention(
-    model: nn.Module, *, precision: str = "high", reduce: str = "mean", rows: Tensor | None = None
+    model: nn.Module, *, precision: str = "highest", reduce: str = "mean", rows: Tensor | None = None
 ) -> Iterator[Recording]:
     """Record the entropy H = −Σ p ln p of attention, by layer and head, in every forward pass inside the context.
 
@@ -236,7 +236,7 @@ def attention(
 
     Args:
         model: the module to watch, and to call.
-        precision: as in `joma.attention_entropy`, "high" or "fast".
+        precision: as in `joma.attention_entropy`, "highest" or "high".
         reduce: "mean" over sequences and rows, or "none" to keep [batch, head, query].
         rows: boolean [batch, query], the rows that count, such as a tokenizer's `attention_mask`: a mask hides padding
             as a key, yet a padded query still attends to the tokens before it. By default every row counts that may
