@@ -110,7 +110,7 @@ def test_a_decoder_on_cuda_says_the_same_with_the_kernel(positions, last):
     exact = model(tokens, last=last)
     with torch.autocast("cuda", torch.bfloat16):
         short = model(tokens, last=last)
-        matrix = model.read(model.states(tokens, last=last, kept={"attention": []}))
+        matrix = model.logits(model.final_states(tokens, last=last, watched={"attention": []}))
     assert not short.equal(matrix)  # else the kernel was not there
     torch.testing.assert_close(short.float(), exact, rtol=0, atol=5e-2)
     torch.testing.assert_close(matrix.float(), exact, rtol=0, atol=5e-2)

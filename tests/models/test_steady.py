@@ -11,7 +11,7 @@ from torch.nn.functional import layer_norm
 
 from joma import noise
 from joma.arguments import InputError
-from joma.models.steady import SteadyDecoder
+from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.train import Optimiser, fit
 
@@ -29,7 +29,7 @@ def streams():
 def pair(until, **changes):
     """A decoder, and one that starts as it does and is held."""
     config = dataclasses.replace(CONFIG, **changes)
-    steady = SteadyDecoder(config, generators=streams(), until=torch.tensor(until), dtype=torch.float64)
+    steady = FrozenAttentionDecoder(config, generators=streams(), freeze_steps=torch.tensor(until), dtype=torch.float64)
     return Decoder(config, generators=streams(), dtype=torch.float64), steady
 
 
@@ -45,7 +45,7 @@ def shaken(model, seed=0):
 
 def attention(model, **options):
     kept = {"attention": []}
-    model.states(TOKENS, kept=kept, **options)
+    model.final_states(TOKENS, watched=kept, **options)
     return kept["attention"]
 
 
@@ -70,7 +70,7 @@ def test_before_the_step_it_is_the_decoder_and_after_it_attends_as_it_did(change
     options = {"noise": noise.key(torch.arange(2), 9)} if "dropout" in changes else {}
     for step in range(4):
         shaken(plain, step), shaken(steady, step)
-        steady.tell(torch.tensor(step))
+        steady.set_step(torch.tensor(step))
         expected, found = gradients(plain, **options), gradients(steady, **options)
         last = 2 if step < 3 else 1  # the second seed's attention is held at step 3: the same, without its gradient
         for name, own in expected.items():
@@ -79,7 +79,7 @@ def test_before_the_step_it_is_the_decoder_and_after_it_attends_as_it_did(change
     then = attention(plain, **options)
     for step in range(4, 8):
         shaken(plain, step), shaken(steady, step)
-        steady.tell(torch.tensor(step))
+        steady.set_step(torch.tensor(step))
         own, now = attention(steady, **options), attention(plain, **options)
         for layer in range(3):
             torch.testing.assert_close(own[layer][1], then[layer][1], rtol=0, atol=1e-14)
@@ -93,7 +93,7 @@ def test_before_the_step_it_is_the_decoder_and_after_it_attends_as_it_did(change
 
 def test_no_gradient_reaches_what_made_the_attention():
     _, steady = pair([9, 2])
-    steady.tell(torch.tensor(2))
+    steady.set_step(torch.tensor(2))
     for name, slope in gradients(shaken(steady)).items():
         asks = name.endswith(("query.weight", "query.bias", "key.weight"))
         # A key's bias moves all scores of a query alike: its gradient is nothing in any case.
@@ -106,7 +106,7 @@ def test_values_and_all_else_are_those_of_now():
     """One layer by hand: softmax of scores from the parameters then, all else from those of now."""
     config = {"layers": 1, "heads": 1}
     then, steady = pair([0, 0], **config)
-    steady.tell(torch.tensor(0))
+    steady.set_step(torch.tensor(0))
     now = shaken(pair([0, 0], **config)[0], 3)
     shaken(steady, 3)
     seed, length = 1, TOKENS.shape[1]
@@ -134,9 +134,9 @@ def test_a_seed_without_residual_connections_is_held_as_well():
     residual = torch.tensor([[[True, False]] * 3, [[False, True]] * 3])
     options = {"generators": streams(), "residual": residual, "dtype": torch.float64}
     plain = Decoder(CONFIG, **options)
-    steady = SteadyDecoder(CONFIG, **{**options, "generators": streams()}, until=[2, 2])
+    steady = FrozenAttentionDecoder(CONFIG, **{**options, "generators": streams()}, freeze_steps=[2, 2])
     then = attention(plain)
-    steady.tell(torch.tensor(2))
+    steady.set_step(torch.tensor(2))
     torch.testing.assert_close(attention(shaken(steady)), then, rtol=0, atol=1e-14)
 
 
@@ -147,7 +147,7 @@ def trained(folder=None, stop=None):
     def loss(model, step):
         if stop is not None and int(step) == stop:
             raise RuntimeError("stopped")
-        model.tell(step)
+        model.set_step(step)
         return model.surprisal(TOKENS, TARGET, noise=noise.key(torch.arange(2), step)).mean((1, 2))
 
     def record(model, step):
@@ -177,9 +177,9 @@ def test_it_is_held_in_training_and_a_run_that_was_stopped_goes_on_alike(tmp_pat
 @pytest.mark.parametrize(
     ("until", "changes", "match"),
     [
-        ([1], {}, "`until` must be a whole number for each of 2 seeds"),
-        ([1.5, 2.0], {}, "`until` must be a whole number for each of 2 seeds, got torch.float32"),
-        ([1, 2], {"attention": "uniform"}, "`config` must be attention that is computed"),
+        ([1], {}, "`freeze_steps` must be a whole number for each of 2 seeds"),
+        ([1.5, 2.0], {}, "`freeze_steps` must be a whole number for each of 2 seeds, got torch.float32"),
+        ([1, 2], {"attention": "uniform"}, "`config` must have attention that is not uniform"),
         ([1, 2], {"positions": "learned"}, "positions that are not learned"),
     ],
 )

@@ -253,8 +253,8 @@ def test_all_else_starts_the_same_whatever_the_encoding():
     [
         ({"length": 5}, ["none", "rotary"], "`positions` must be one of none, sinusoidal, learned"),
         ({"length": 5}, ["none"], "`positions` must be one for each of 2 seeds, got 1"),
-        ({}, ["none", "learned"], "`config` must be without rotary positions, and with a length"),
-        ({"length": 5, "positions": "rotary"}, ["none", "none"], "`config` must be without rotary positions"),
+        ({}, ["none", "learned"], "`config` must have a length and no rotary positions"),
+        ({"length": 5, "positions": "rotary"}, ["none", "none"], "`config` must have a length and no rotary positions"),
     ],
 )
 def test_bad_encodings_of_seeds_are_named(config, names, message):
@@ -264,9 +264,9 @@ def test_bad_encodings_of_seeds_are_named(config, names, message):
 
 def test_lengths_that_do_not_fit_are_named():
     model = make(JOMA)
-    with pytest.raises(InputError, match=r"`lengths` must be adding up to 5, got \(2, 2\)"):
+    with pytest.raises(InputError, match=r"`lengths` must add up to 5, got \(2, 2\)"):
         model(sequences(7, (3, 5)), lengths=(2, 2))
-    with pytest.raises(InputError, match="`last` must be at most the positions, 1, 4, got 2"):
+    with pytest.raises(InputError, match="`last` must be at most the length of each sequence, got 2 for lengths 1, 4"):
         model(sequences(7, (3, 5)), last=2, lengths=(1, 4))
     with pytest.raises(InputError, match="`last` must be a whole number of at least 0"):
         model(sequences(7, (3, 5)), last=-1)
@@ -537,7 +537,7 @@ def test_activations_are_named_by_layer():
     assert [tuple(value.shape) for value in kept["hidden"]] == [(2, 3, 5, 7)] * 3
     assert [tuple(value.shape) for value in kept["residual"]] == [(2, 3, 5, 6)] * 4
     assert kept["residual"][0].equal(model.embedding[:, tokens])
-    assert model.read(kept["residual"][-1]).equal(model(tokens))
+    assert model.logits(kept["residual"][-1]).equal(model(tokens))
     upper, norm = model.layers[2].upper, model.layers[2].norms[1]
     assert kept["residual"][3].equal(norm(upper(kept["hidden"][2]) + model_before_mlp(model, kept)))
     assert set(model.activations(tokens, ["hidden"])) == {"hidden"}
@@ -661,7 +661,8 @@ def test_every_seed_may_have_residual_connections_of_its_own(options, seed, last
     config, tokens = DecoderConfig(**options), sequences(7, (3, 5), seed)
     switches = torch.tensor(bits)[: 2 * config.layers * 2].view(2, config.layers, 2)
     model = make(config, (seed, seed + 1))
-    model.skips = Decoder(config, generators=streams(0, 1), residual=switches, dtype=torch.float64).skips
+    switched = Decoder(config, generators=streams(0, 1), residual=switches, dtype=torch.float64)
+    model.residual_scale = switched.residual_scale
     together = model(tokens, last=last)
     for one in range(2):
         own = tuple((bool(a), bool(b)) for a, b in switches[one])
@@ -713,11 +714,11 @@ def test_dropout_acts_at_its_sites_with_the_masks_of_seed_and_step(options, seed
 
 def test_dropout_needs_a_key_and_keeps_the_mean():
     model, tokens = make(WIKITEXT, (0,), sites=("embedding",)), sequences(11, (2, 6))
-    still = model.states(tokens, kept=(kept := {"residual": []}))
-    assert still.equal(model.states(tokens))
+    still = model.final_states(tokens, watched=(kept := {"residual": []}))
+    assert still.equal(model.final_states(tokens))
     drawn = []
     for step in range(400):
-        model.states(tokens, noise=noise.key(torch.tensor([0]), step), kept=(own := {"residual": []}))
+        model.final_states(tokens, noise=noise.key(torch.tensor([0]), step), watched=(own := {"residual": []}))
         drawn.append(own["residual"][0].detach())
     x, drops = kept["residual"][0].detach(), torch.stack(drawn)
     score = (drops.mean(0) - x) / (x.abs() * math.sqrt(0.2 / 0.8 / 400))
@@ -775,8 +776,8 @@ def test_bad_parts(changes, message):
         (lambda model: model(torch.zeros(4, dtype=torch.int64)), "`tokens` must be whole numbers"),
         (lambda model: model(torch.zeros(2, 4)), "`tokens` must be whole numbers.*got torch.float32"),
         (lambda model: model(torch.zeros(3, 2, 4, dtype=torch.int64)), "of 2 seeds, got.*3, 2, 4"),
-        (lambda model: model(torch.zeros(2, 0, dtype=torch.int64)), "`tokens` must be of 1 to"),
-        (lambda model: model(torch.zeros(1, 13, dtype=torch.int64)), "of 1 to 12 positions, got 13; cut them"),
+        (lambda model: model(torch.zeros(2, 0, dtype=torch.int64)), "`tokens` must have 1 to"),
+        (lambda model: model(torch.zeros(1, 13, dtype=torch.int64)), "have 1 to 12 positions, got 13; cut them"),
         (lambda model: model(torch.tensor([[0, 11]])), r"`tokens` must be in \[0, 10\], got 0 to 11"),
         (lambda model: model(torch.tensor([[0, -1]])), r"`tokens` must be in \[0, 10\], got -1 to 0"),
         (

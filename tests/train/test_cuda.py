@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from joma import noise
-from joma.models.steady import SteadyDecoder
+from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.train import Optimiser, fit
 from joma.train import optimiser as module
@@ -99,13 +99,13 @@ def test_attention_that_is_held_stays_in_every_replay_and_after_a_stop(tmp_path,
     tokens = torch.randint(11, (4, 8), generator=torch.Generator().manual_seed(0)).cuda()
 
     def loss(model, step):
-        model.tell(step)
+        model.set_step(step)
         key = noise.key(torch.arange(2, device="cuda"), step)
         return model.surprisal(tokens[:, :-1], tokens[:, 1:], noise=key).mean((1, 2))
 
     def train(stop=None):
         generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
-        model = SteadyDecoder(config, generators=generators, until=torch.tensor([4, 6])).cuda()
+        model = FrozenAttentionDecoder(config, generators=generators, freeze_steps=torch.tensor([4, 6])).cuda()
 
         def record(model, step):
             if step == stop:

@@ -9,7 +9,8 @@ import xarray as xr
 
 from joma.arguments import InputError
 from joma.models.block import Block
-from joma.models.transformer import Asks, Decoder, DecoderConfig
+from joma.models.layers import QueryPositions
+from joma.models.transformer import Decoder, DecoderConfig
 from joma.studies import load
 from joma.studies.text.invariant_text import CLAIMS, LAWS, STUDY, Config, compare, read, run
 from joma.study import Context
@@ -35,11 +36,12 @@ def model_of(**changes):
 
 def attend(model, tokens):
     """Return the attention weights of the second position and what enters and leaves the attention block."""
-    layer, kept, asks = model.layers[0], {"attention": []}, Asks((2,), 0)
+    layer, watched, positions = model.layers[0], {"attention": []}, QueryPositions((2,), 0)
     with torch.no_grad():
-        x, _ = model.entrance(model._embed(tokens, model.embedding), model.positions, None)
-        y = x + layer.attention(x, model._reach(x, None, asks), asks=asks, noise=None, kept=kept)
-    return kept["attention"][0][:, :, 0, 1], y[:, :, 1]
+        x, _ = model.input_stage(model._embed(tokens, model.embedding), model.positions, None)
+        mask = model._mask(x, None, positions)
+        y = x + layer.attention(x, mask, query_positions=positions, noise=None, watched=watched)
+    return watched["attention"][0][:, :, 0, 1], y[:, :, 1]
 
 
 def test_logits_are_those_of_the_model():

@@ -111,8 +111,8 @@ def read(model: Decoder, *, tokens: Int[Tensor, " token"], queries: Int[Tensor, 
     attention = layer.attention
     assert attention.query is not None
     assert attention.key is not None
-    every = model.embedding.double() * (model.entrance.scale or 1.0)
-    place = 0.0 if model.added is None else model.added.double().mean(dim=1, keepdim=True)
+    every = model.embedding.double() * (model.input_stage.scale or 1.0)
+    place = 0.0 if model.position_encoding is None else model.position_encoding.double().mean(dim=1, keepdim=True)
     e = every[:, tokens.to(every.device)]
     key = _through(e, attention.key) / math.sqrt(e.shape[-1])
     asked = _through(every[:, queries.to(every.device)] + place, attention.query)
@@ -143,7 +143,7 @@ def value_path(e: Float[Tensor, "seed token width"], layer: Layer) -> Float[Tens
 
 def normed(x: Float[Tensor, "seed token width"], layer: Layer) -> Float[Tensor, "seed token width"]:
     """x N: centred and times the gain, as in the norm after attention, but not divided by a standard deviation."""
-    if layer.order != "post":
+    if layer.norm_placement != "post":
         return x
     gain = layer.norms[0].gain
     assert isinstance(gain, Tensor)

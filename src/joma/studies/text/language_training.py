@@ -25,7 +25,7 @@ from joma import noise, schedule
 from joma.arguments import InputError, whole
 from joma.data.sources import find_here
 from joma.data.text import Corpus, corpus
-from joma.models.steady import SteadyDecoder
+from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.bounce import measure_bounce
 from joma.probes.entropy import entropy
@@ -204,7 +204,7 @@ def train(
         label: under which progress is reported and checkpoints are kept.
         rates: learning rates, each of which is given to all seeds; one axis more, `rate`, if there is any.
         schedules: factors of the rate, as of `Optimiser`; one for each seed, and for each rate before that.
-        hold: the step from which each seed's attention weights are held, as of `SteadyDecoder`; not with `rates`.
+        hold: the step from which each seed's attention is frozen, as of `FrozenAttentionDecoder`; not with `rates`.
         probe: from the model to further measures [seed, ...], named by `dims`.
         dims: names of the axes of the further measures, after the seed's.
 
@@ -220,11 +220,11 @@ def train(
     if hold is None:
         model = Decoder(config, generators=generators)
     else:
-        model = SteadyDecoder(config, generators=generators, until=hold)
+        model = FrozenAttentionDecoder(config, generators=generators, freeze_steps=hold)
 
     def loss(model: Decoder, step: Tensor) -> Float[Tensor, " seed"]:
-        if isinstance(model, SteadyDecoder):
-            model.tell(step)
+        if isinstance(model, FrozenAttentionDecoder):
+            model.set_step(step)
         tokens, target = text.window(step)
         return model.surprisal(tokens, target, noise=noise.key(seeds, step)).mean(dim=(1, 2))
 
@@ -264,11 +264,11 @@ def validation(model: Decoder, text: Text) -> dict[str, Tensor]:
     loss = rows = told = attended = 0
     shown: dict[str, Tensor] = {}
     for tokens, target in text.windows():
-        kept: dict[str, list[Tensor]] = {"attention": []}
-        loss = loss + model.surprisal(tokens, target, kept=kept).double().sum(dim=(1, 2))
+        watched: dict[str, list[Tensor]] = {"attention": []}
+        loss = loss + model.surprisal(tokens, target, watched=watched).double().sum(dim=(1, 2))
         told += target.numel()
         if tokens.shape[1] == text.length:  # shorter rows have less entropy to begin with
-            own = torch.stack([_entropy(layer).double().mean(dim=3) for layer in kept["attention"]], dim=2)
+            own = torch.stack([_entropy(layer).double().mean(dim=3) for layer in watched["attention"]], dim=2)
             if rows <= WINDOW < rows + len(tokens) and (text.valid.shape[1] - 1) // text.length > WINDOW:
                 shown["window_entropy"] = own[:, WINDOW - rows]
             attended, rows = attended + own.sum(dim=1), rows + len(tokens)
