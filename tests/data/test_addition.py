@@ -183,7 +183,7 @@ def test_the_integer_programme_finds_the_best_choice(seed):
             for t in (2, 3)
         )
         best = max(best, weight[nodes].sum() if fits and nodes else 0)
-    assert addition._independent(weight, owner, seen, figures) == best
+    assert addition._heaviest_choice(weight, owner, seen, figures) == best
 
 
 @given(st.integers(0, 2**32))
@@ -207,7 +207,7 @@ def test_sums_that_are_too_unlikely_need_not_be_looked_at(seed):
         )
         best = max(best, sum(times[node] for node in chosen) if fits else 0)
     bound = sum(max(n for (m, _), n in times.items() if m == own) for own in set(multiset.tolist()))
-    assert addition._jointly(multiset, sums, weight) == (bound, best)
+    assert addition._most_right(multiset, sums, weight) == (bound, best)
 
 
 def test_what_is_seen_is_the_last_token_and_the_multiset_of_the_earlier():

@@ -1,7 +1,8 @@
 """The deterministic combination tree of JoMA's Table 1: classes combine latents, latents combine tokens.
 
-A tree has exactly one sequence a class, so a minibatch is a vector of counts over the classes: `minibatch_counts` draws
-them. Without positions and under a causal mask all leading pads are alike, so `Combinations.collapsed` merges them.
+Each class has exactly one sequence, so a minibatch is a vector of counts over the classes: `minibatch_counts` draws it.
+Without positional encoding and under a causal mask all leading pads have the same activations, so
+`Combinations.collapsed` merges them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Collapsed:
     """Sequences whose leading pads are merged.
 
     Attributes:
-        sequence: right-aligned, so that the last position is the last token.
-        multiplicity: how many positions of the whole sequence each position stands for; 0 where there is none.
+        sequence: tokens, aligned at the right, so that the last position is the last token.
+        multiplicity: how many positions of the full sequence each position stands for; 0 if it stands for none.
     """
 
     sequence: Int[Tensor, "seed label position"]
@@ -40,12 +41,12 @@ class Combinations:
     """One tree for each seed: the sequence of every class, and the latents behind it.
 
     Attributes:
-        sequence: the tokens of each class in ascending order, after as many pads as fill its length.
-        token: whether each token other than the pad is reached from each class.
+        sequence: the tokens of each class in ascending order, padded at the left.
+        token: whether each token, the pad left out, is reached from each class.
         reached: for each layer of latents from the lowest up, whether each latent is reached from each class.
-        members: for each layer of latents from the lowest up, and last for the classes, whether each member of the
-            layer below is one of the combination; below the lowest layer are the tokens other than the pad.
-        padding: the pad, the last token of the vocabulary.
+        members: for each layer of latents from the lowest up, and last for the classes, whether each node of the layer
+            below belongs to the combination. Below the lowest layer are the tokens, the pad left out.
+        padding: the token number of the pad, the last of the vocabulary.
     """
 
     sequence: Int[Tensor, "seed label position"]
@@ -56,32 +57,32 @@ class Combinations:
 
     @property
     def twins(self) -> Bool[Tensor, "seed label"]:
-        """Whether each class shares its sequence with another class."""
-        return _alike(self.token).sum(dim=-1) > 1
+        """Whether each class has the same sequence as another class, its twin."""
+        return _same_tokens(self.token).sum(dim=-1) > 1
 
     @property
     def accuracy_cap(self) -> Float[Tensor, " seed"]:
-        """The best accuracy that a function of the sequence can have when classes are uniform: distinct sequences / C.
+        """The best accuracy of any function of the sequence if classes are equally likely: distinct sequences / C.
 
         >>> tree = CombinationTree(classes=20, children=2, latents=(10, 20))
         >>> drawn = tree.draw([torch.Generator().manual_seed(seed) for seed in (0, 2)])
         >>> drawn.twins.sum(dim=-1), drawn.accuracy_cap
         (tensor([2, 0]), tensor([0.9500, 1.0000], dtype=torch.float64))
         """
-        repeats = _alike(self.token).tril(-1).any(dim=-1)  # an earlier class has the same sequence
+        repeats = _same_tokens(self.token).tril(-1).any(dim=-1)  # an earlier class has the same sequence
         return 1 - repeats.double().mean(dim=-1)
 
     def collapsed(self, *, fill: bool = False) -> Collapsed:
         """Merge the leading pads of every sequence, which a causal model without positions cannot tell apart.
 
-        With n tokens in a sequence of length L, and W one more than the largest n (at most L): position W−n−1 is a
-        pad that stands for L−n pads, and the positions before it do not exist (multiplicity 0). With `fill` the pads
-        are shared out instead: every position exists, the first stands for L−W+1 pads and each other for one. Either
-        is the same as the whole sequence wherever attention weighs key j by its multiplicity,
+        Let n be the number of tokens in a sequence of length L, and W one more than the largest n, but at most L. The
+        result has W positions. Position W−n−1 is a pad that stands for L−n pads, and the positions before it stand for
+        nothing (multiplicity 0). With `fill` every position stands for something: the first for L−W+1 pads, each other
+        for one. Either gives the same activations as the full sequence if attention weighs key j by its multiplicity,
 
             a_ij = m_j exp(s_ij) / Σ_{l≤i} m_l exp(s_il)
 
-        but without `fill` the rows of positions that do not exist are 0/0: leave them out.
+        but without `fill` the attention rows of positions that stand for nothing are 0/0: leave them out.
 
         >>> tree = CombinationTree(classes=2, children=2, latents=(3,), vocabulary=6, length=9)
         >>> drawn = tree.draw([torch.Generator().manual_seed(6)])
@@ -112,17 +113,17 @@ class Combinations:
 
 @dataclass(frozen=True)
 class CombinationTree:
-    """The law of a combination tree.
+    """A random combination tree: its sizes; `draw` draws trees.
 
-    Every latent of the lowest layer is a combination of `children` tokens out of 0..M−2, every latent of the layer
-    above one of `children` latents of the layer below, and so on up to the classes. The combinations of a layer are
-    distinct, and all ways to choose them are equally likely. Token M−1 is the pad.
+    Every latent of the lowest layer is a combination of `children` tokens out of 0..M−2, every latent of the next layer
+    up is a combination of `children` latents of the lowest, and so on up to the classes. The combinations of a layer
+    are distinct, and all ways to choose them are equally likely. Token M−1 is the pad.
 
     Attributes:
-        classes: C, how many classes.
-        children: N_ch, how many members a combination has.
-        latents: how many latents each layer has, from the lowest up: the (N_0, N_1) of Table 1.
-        vocabulary: M, how many tokens, the pad included.
+        classes: C, number of classes.
+        children: N_ch, number of members of a combination.
+        latents: number of latents in each layer, from the lowest up: the (N_0, N_1) of Table 1.
+        vocabulary: M, number of tokens, the pad included.
         length: L, of the padded sequences.
 
     >>> drawn = CombinationTree(classes=30, children=3).draw([torch.Generator().manual_seed(s) for s in range(5)])
@@ -153,12 +154,12 @@ class CombinationTree:
             below = number
 
     def draw(self, generators: Sequence[torch.Generator], *, twins: bool = True, tries: int = 1000) -> Combinations:
-        """Draw one tree for each seed; a seed's tree does not depend on the seeds beside it.
+        """Draw one tree for each seed; a seed's tree does not depend on the other seeds.
 
         Args:
             generators: one for each seed.
-            twins: whether two classes may share a sequence, and so cap the accuracy below one. If not, a seed's tree
-                is drawn anew until all its sequences differ: all trees without twins are equally likely.
+            twins: whether two classes may have the same sequence, which caps the accuracy below one. If not, a seed's
+                tree is drawn again until all its sequences differ: all trees without twins are equally likely.
             tries: how many trees to draw for a seed at most when `twins` is false.
 
         Returns:
@@ -183,29 +184,29 @@ class CombinationTree:
         for _ in range(1 if twins else tries):
             sizes = (self.vocabulary - 1, *self.latents, self.classes)
             members = [_distinct(number, below, self.children, generator) for below, number in pairwise(sizes)]
-            if twins or not _alike(_reach(members)[0]).tril(-1).any():
+            if twins or not _same_tokens(_reach(members)[0]).tril(-1).any():
                 return members
-        expected = f"met by one of {tries} trees for seed number {seed}"
+        expected = f"possible in one of {tries} trees for seed number {seed}"
         remedy = "raise `tries`, give more `latents` or fewer `classes`, or allow twins"
-        raise InputError("twins=False", expected, "two classes with one sequence in every one", remedy)
+        raise InputError("twins=False", expected, "two classes of the same sequence in every tree", remedy)
 
 
 def minibatch_counts(
     classes: int, *, batch: int, steps: int, generators: Sequence[torch.Generator]
 ) -> Int[Tensor, "step seed label"]:
-    """Return how often each class occurs in each minibatch of B samples whose classes are uniform and independent.
+    """Draw minibatches of B samples, each of a random class, and return how often each class occurs in each of them.
 
         n_t ~ Multinomial(B; 1/C, …, 1/C),    (1/B) Σ_{samples} loss = Σ_c (n_tc/B) loss_c
 
-    The second equation is exact where a class has one sequence and the loss of a sample does not depend on the others
-    of its batch (no batch norm, no dropout). Counts drawn for some steps and then, from the same generators, for some
-    more, are those drawn at once for all of them, on the CPU.
+    The second equation is exact if a class has one sequence and the loss of a sample does not depend on the others of
+    its batch (no batch norm, no dropout). On the CPU, counts drawn for some steps and then, from the same generators,
+    for more steps are the same as counts drawn for all steps at once.
 
     Args:
-        classes: C, how many classes.
-        batch: B, how many samples there are in a minibatch.
-        steps: how many minibatches.
-        generators: one for each seed; each draws B × steps labels, a minibatch after the other.
+        classes: C, number of classes.
+        batch: B, number of samples in a minibatch.
+        steps: number of minibatches.
+        generators: one for each seed; each draws B × steps labels, one minibatch after another.
 
     Returns:
         Counts [step, seed, label] whose sum over labels is B.
@@ -220,30 +221,31 @@ def minibatch_counts(
 
 def _counts(classes: int, batch: int, steps: int, generator: torch.Generator) -> Int[Tensor, "step label"]:
     counts = torch.zeros(steps, classes, dtype=torch.int64, device=generator.device)
-    for some in counts.split(max(1, CHUNK // batch)):
-        label = torch.randint(classes, (len(some), batch), generator=generator, device=generator.device)
-        some.scatter_add_(1, label, torch.ones_like(label))
+    for chunk in counts.split(max(1, CHUNK // batch)):
+        label = torch.randint(classes, (len(chunk), batch), generator=generator, device=generator.device)
+        chunk.scatter_add_(1, label, torch.ones_like(label))
     return counts
 
 
 def _check_combinations(name: str, number: int, below: int, children: int) -> None:
-    if number > (most := comb(below, children)):
-        expected = f"at most {most}, the distinct combinations of {children} out of the {below} below"
+    """Refuse a layer that has more nodes than there are combinations of nodes of the layer below."""
+    if number > (available := comb(below, children)):
+        expected = f"at most {available}, the distinct combinations of {children} out of the {below} below"
         raise InputError(name, expected, number, "ask for fewer, enlarge the layer below, or change `children`")
 
 
 def _distinct(number: int, below: int, children: int, generator: torch.Generator) -> Bool[Tensor, "number below"]:
-    """Draw distinct combinations one after the other: whatever has come before is passed over."""
-    found: dict[tuple[int, ...], None] = {}
-    while len(found) < number:
+    """Draw `number` distinct combinations one after another; repetitions are skipped."""
+    combinations: dict[tuple[int, ...], None] = {}  # in place of a set, which has no order
+    while len(combinations) < number:
         order = torch.rand((number, below), generator=generator, device=generator.device, dtype=torch.float64).argsort()
-        found |= dict.fromkeys(map(tuple, order[:, :children].sort().values.tolist()))
-    chosen = torch.tensor(list(islice(found, number)), device=generator.device)
+        combinations |= dict.fromkeys(map(tuple, order[:, :children].sort().values.tolist()))
+    chosen = torch.tensor(list(islice(combinations, number)), device=generator.device)
     return torch.zeros(number, below, dtype=torch.bool, device=generator.device).scatter_(1, chosen, True)
 
 
 def _reach(members: Sequence[Bool[Tensor, "*seed _ _"]]) -> list[Bool[Tensor, "*seed label _"]]:
-    """Return what is reached from each class: the tokens, then each layer of latents from the lowest up."""
+    """Return which nodes are reached from each class: the tokens, then each layer of latents from the lowest up."""
     reached = [members[-1]]
     for table in reversed(members[:-1]):
         reached.append((reached[-1].float() @ table.float()) > 0)
@@ -251,14 +253,15 @@ def _reach(members: Sequence[Bool[Tensor, "*seed _ _"]]) -> list[Bool[Tensor, "*
 
 
 def _sequences(token: Bool[Tensor, "seed label token"], length: int, padding: int) -> Int[Tensor, "seed label length"]:
+    """Return the tokens of each class in ascending order, padded at the left to `length`."""
     index = torch.arange(token.shape[-1], device=token.device)
     ordered = torch.where(token, index, -1).sort(dim=-1).values
     ordered = functional.pad(ordered, (length, 0), value=-1)[..., -length:]
     return ordered.masked_fill(ordered < 0, padding)
 
 
-def _alike(token: Bool[Tensor, "*seed label token"]) -> Bool[Tensor, "*seed label label"]:
-    """Whether two classes hold the same tokens: as many each as they share."""
-    own = token.float()
-    shared, size = own @ own.mT, own.sum(dim=-1)
+def _same_tokens(token: Bool[Tensor, "*seed label token"]) -> Bool[Tensor, "*seed label label"]:
+    """Return for each pair of classes whether they have the same tokens, that is as many each as both have."""
+    indicator = token.float()
+    shared, size = indicator @ indicator.mT, indicator.sum(dim=-1)
     return (shared == size[..., None]) & (shared == size[..., None, :])

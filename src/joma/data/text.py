@@ -1,14 +1,15 @@
-"""A corpus of text as one stream of token numbers for each split, tokenised once and then mapped from the cache.
+"""A corpus of text as one stream of token numbers for each split, tokenised once and then memory-mapped from a cache.
 
-`joma.data.sources` says what a corpus may be made of. The tokenisers are those of `TOKENISERS`:
+`joma.data.sources` lists what a corpus may be made of. The tokenisers are those of `TOKENISERS`:
 
-    basic_english   the rules of torchtext: lower case; `"` is dropped; `<br />`, `;` and `:` are spaces; each of
+    basic_english   the rules of torchtext: lower case; `"` is dropped; `<br />`, `;` and `:` become spaces; each of
                     ' . , ( ) ! ? is a token; the rest is split at white space. The vocabulary is `<unk>`, then the
-                    types of the training split by falling frequency, equals in the order of their characters. Empty
-                    lines give nothing, and there is no token for the end of a line.
+                    types of the training split by falling frequency; types of equal frequency are in the order of
+                    their characters. Empty lines give no tokens, and there is no token for the end of a line.
     bytes           the 256 bytes.
 
-The cache is the user's cache folder, or that of the environment variable `JOMA_CACHE`; it may be deleted at any time.
+The cache is the user's cache folder, or the one that the environment variable `JOMA_CACHE` names; it may be deleted at
+any time.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from joma.data.sources import EMBEDDED, SPLITS, Chunk, Source, chunks, find
 from joma.files import StorageError, checksum, read_json, write_json, write_whole
 from joma.progress import SILENT, Progress, Task
 
-VERSION = 2  # of the cache: raise it when the files or what a tokeniser returns change
+VERSION = 2  # of the cache: raise it when the format of the files or the output of a tokeniser changes
 UNKNOWN = "<unk>"
-BLOCK = 2**20  # tokens handled at once where an array is gone through
+BLOCK = 2**20  # tokens that are in memory at once
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token numbers of each split, read from the disk as they are used.
+    """Token numbers of each split, memory-mapped: they are read from the disk when they are used.
 
     Attributes:
-        train: the training split; `valid` and `test` likewise, which may be empty.
-        types: the token of each number.
-        name: what the text is called.
+        train, valid, test: token numbers of each split; `valid` and `test` may be empty.
+        types: the vocabulary: the text of each token number.
+        name: name of the text, for messages and figures.
         digest: SHA-256 of the text, its splits and the tokeniser.
     """
 
@@ -58,17 +59,17 @@ class Corpus:
     digest: str
 
     def columns(self, split: str, count: int, *, least: int = 2, name: str = "count") -> Int[Tensor, "{count} time"]:
-        """Cut a split's stream into `count` columns of equal length T = ⌊N/count⌋; what remains is dropped.
+        """Cut the N tokens of a split into `count` columns of equal length T = ⌊N/count⌋ and drop the rest.
 
             column_c(t) = stream(c T + t)
 
-        as PyTorch's word language model does with `batchify`, whose result is the transpose.
+        `batchify` of PyTorch's word language model returns the transpose.
 
         Args:
             split: train, valid or test.
-            count: how many columns, the batch size.
-            least: how many tokens a column needs: an input and its target, unless told otherwise.
-            name: what the caller's user knows `count` by, for the error.
+            count: number of columns, which is the batch size.
+            least: number of tokens that a column must have; by default two, an input and its target.
+            name: name of `count` in error messages, if the user of the caller knows it by another name.
 
         Returns:
             Token numbers [column, time], int64.
@@ -76,7 +77,7 @@ class Corpus:
         >>> corpus().columns("valid", 10).shape
         torch.Size([10, ...])
         """
-        stream = choice("split", split, {name: getattr(self, name) for name in SPLITS})
+        stream = choice("split", split, {split: getattr(self, split) for split in SPLITS})
         count, least = whole(name, count), whole("least", least)
         length = len(stream) // count
         if length < least:
@@ -86,7 +87,7 @@ class Corpus:
         return torch.from_numpy(stream[: count * length].astype(np.int64)).reshape(count, length)
 
     def frequencies(self) -> Int[np.ndarray, " type"]:
-        """Count each type in the training split.
+        """Return how often each type occurs in the training split.
 
         >>> counts = corpus(tokeniser="bytes").frequencies()
         >>> counts.shape, chr(counts.argmax())
@@ -100,71 +101,75 @@ class Corpus:
 
 @runtime_checkable
 class Tokeniser(Protocol):
-    """Numbers the tokens of the training split as they come, then settles their order, then reads the other splits."""
+    """A tokeniser that builds its vocabulary from the training split in one pass.
+
+    The order of the vocabulary is known only after the training split has been read. Until then its tokens have
+    provisional numbers of the type `provisional`; `build_vocabulary` translates them.
+    """
 
     provisional: np.dtype
 
     def learn(self, chunk: Chunk) -> UInt[np.ndarray, " time"]:
-        """Return provisional numbers of a chunk's tokens, counting them."""
+        """Count the tokens of a chunk of the training split and return their provisional numbers."""
         ...
 
-    def settle(self) -> tuple[list[str], UInt[np.ndarray, " provisional"]]:
-        """Return the vocabulary, and the number in it of each provisional number."""
+    def build_vocabulary(self) -> tuple[list[str], UInt[np.ndarray, " provisional"]]:
+        """Return the vocabulary, and the token number of each provisional number."""
         ...
 
     def encode(self, chunk: Chunk) -> UInt[np.ndarray, " time"]:
-        """Return the vocabulary's numbers of a chunk's tokens."""
+        """Return the token numbers of a chunk, once the vocabulary is built."""
         ...
 
 
 class BasicEnglish:
-    """The `basic_english` of torchtext with the vocabulary of its `build_vocab_from_iterator`."""
+    """The tokeniser `basic_english` of torchtext with the vocabulary of its `build_vocab_from_iterator`."""
 
     provisional = np.dtype(np.uint32)
 
     def __init__(self) -> None:
-        self.numbers = _Numbers()
+        self.provisional_numbers = _OrderOfAppearance()
         self.counts = np.zeros(0, np.int64)
 
     def learn(self, chunk: Chunk) -> UInt[np.ndarray, " time"]:
-        """Number each token by when its type was first seen."""
+        """Count the tokens and number each type by the order in which it first appears."""
         tokens = words(chunk.text)
-        numbers = np.fromiter(map(self.numbers.__getitem__, tokens), self.provisional, len(tokens))
-        self.counts = np.pad(self.counts, (0, len(self.numbers) - len(self.counts)))
+        numbers = np.fromiter(map(self.provisional_numbers.__getitem__, tokens), self.provisional, len(tokens))
+        self.counts = np.pad(self.counts, (0, len(self.provisional_numbers) - len(self.counts)))
         self.counts += np.bincount(numbers, minlength=len(self.counts))
         return numbers
 
-    def settle(self) -> tuple[list[str], UInt[np.ndarray, " provisional"]]:
-        """Sort the types by falling frequency, then by their characters; `<unk>` is first wherever it stood."""
-        counts = self.counts.tolist()
-        by_rank = sorted(self.numbers, key=lambda token: (-counts[self.numbers[token]], token))
+    def build_vocabulary(self) -> tuple[list[str], UInt[np.ndarray, " provisional"]]:
+        """Sort the types by falling frequency, then by their characters; `<unk>` always comes first."""
+        numbers, counts = self.provisional_numbers, self.counts.tolist()
+        by_rank = sorted(numbers, key=lambda token: (-counts[numbers[token]], token))
         types = [UNKNOWN, *(token for token in by_rank if token != UNKNOWN)]
-        self.final = {token: number for number, token in enumerate(types)}
-        return types, np.fromiter(map(self.final.__getitem__, self.numbers), np.uint32, len(self.numbers))
+        self.numbers = {token: number for number, token in enumerate(types)}
+        return types, np.fromiter(map(self.numbers.__getitem__, numbers), np.uint32, len(numbers))
 
     def encode(self, chunk: Chunk) -> UInt[np.ndarray, " time"]:
-        """Number each token; a type that the training split does not have is `<unk>`."""
+        """Return the token numbers of a chunk; a type that is not in the training split becomes `<unk>`."""
         tokens = words(chunk.text)
-        return np.fromiter(map(self.final.get, tokens, repeat(0)), np.uint32, len(tokens))
+        return np.fromiter(map(self.numbers.get, tokens, repeat(0)), np.uint32, len(tokens))
 
 
-class Bytes:
-    """Each byte is its own number; its type is the character of that number."""
+class ByteTokeniser:
+    """The tokeniser whose tokens are the bytes: the number of a token is the byte, its type the character chr(byte)."""
 
     provisional = np.dtype(np.uint8)
 
     def learn(self, chunk: Chunk) -> UInt[np.ndarray, " time"]:
-        """Return the bytes."""
+        """Return the bytes of a chunk."""
         return np.frombuffer(chunk.raw, self.provisional)
 
-    def settle(self) -> tuple[list[str], UInt[np.ndarray, " provisional"]]:
+    def build_vocabulary(self) -> tuple[list[str], UInt[np.ndarray, " provisional"]]:
         """Return the 256 characters in order."""
         return [chr(byte) for byte in range(256)], np.arange(256, dtype=np.uint32)
 
     encode = learn
 
 
-TOKENISERS: Mapping[str, Callable[[], Tokeniser]] = {"basic_english": BasicEnglish, "bytes": Bytes}
+TOKENISERS: Mapping[str, Callable[[], Tokeniser]] = {"basic_english": BasicEnglish, "bytes": ByteTokeniser}
 
 
 def corpus(
@@ -174,17 +179,20 @@ def corpus(
     cache: str | Path | None = None,
     progress: Progress = SILENT,
 ) -> Corpus:
-    """Return a text as token numbers: from the cache if it is there, else tokenised in bounded memory and kept.
+    """Return a text as token numbers, from the cache or, the first time, tokenised and stored there.
+
+    A text is tokenised in bounded memory, however long it is. If its files in the cache are damaged or of another
+    version, it is tokenised again.
 
     Args:
         source: name or path: `python-reference`, a folder, a file, or a dataset OWNER/NAME:CONFIG of the Hugging Face
-            hub: see `joma.data.sources` for what the splits of each are.
+            hub. `joma.data.sources` says how each is split.
         tokeniser: one of `TOKENISERS`.
-        cache: folder to keep the tokens in; `JOMA_CACHE` or the user's cache folder if not given.
+        cache: folder for the tokens; by default `JOMA_CACHE` or the user's cache folder.
         progress: shows how many bytes are done.
 
     Returns:
-        `Corpus`. A cache that is damaged or of another version is built again.
+        `Corpus`.
 
     >>> text = corpus()
     >>> text.types[:2], text.train.dtype, len(text.test)
@@ -193,17 +201,17 @@ def corpus(
     choice("tokeniser", tokeniser, TOKENISERS)
     root = Path(os.path.expanduser(cache or os.environ.get("JOMA_CACHE") or user_cache_dir("joma")))
     with _cache_errors(root):
-        found = find(source, cache=root, progress=progress)
-        digest = hashlib.sha256(f"{tokeniser} {found.digest}".encode()).hexdigest()
+        text = find(source, cache=root, progress=progress)
+        digest = hashlib.sha256(f"{tokeniser} {text.digest}".encode()).hexdigest()
         folder = root / "text" / f"v{VERSION}" / digest
-        kept = _mapped(folder, found.name, digest)
-        if kept is None:
-            with progress.task(f"tokenise {found.name}", total=found.size) as work:
-                _build(found, TOKENISERS[tokeniser](), folder, work)
-            kept = _mapped(folder, found.name, digest)
-    if kept is None:
+        cached = _open_cached(folder, text.name, digest)
+        if cached is None:
+            with progress.task(f"tokenise {text.name}", total=text.size) as task:
+                _build(text, TOKENISERS[tokeniser](), folder, task)
+            cached = _open_cached(folder, text.name, digest)
+    if cached is None:
         raise StorageError(f"{folder} changes while it is read; set JOMA_CACHE to a folder of your own.")
-    return kept
+    return cached
 
 
 def words(text: str) -> list[str]:
@@ -212,14 +220,14 @@ def words(text: str) -> list[str]:
     >>> words('"Don\\'t," she said; well (sort of)<br />')
     ['don', "'", 't', ',', 'she', 'said', 'well', '(', 'sort', 'of', ')']
     """
-    text = text.lower().replace('"', "").replace("<br />", " ")  # in this order: a quotation mark may stand in `<br />`
+    text = text.lower().replace('"', "").replace("<br />", " ")  # in this order: `<br" />` is a break too
     for mark in "'.,()!?":
         text = text.replace(mark, f" {mark} ")
     return text.replace(";", " ").replace(":", " ").split()
 
 
-class _Numbers(dict[str, int]):
-    """Numbers each key by when it was first asked for."""
+class _OrderOfAppearance(dict[str, int]):
+    """A dictionary that numbers each key when it is first looked up."""
 
     def __missing__(self, key: str) -> int:
         self[key] = number = len(self)
@@ -230,42 +238,45 @@ def _blocks(stream: Shaped[np.ndarray, " time"]) -> Iterator[Shaped[np.ndarray, 
     return (stream[start : start + BLOCK] for start in range(0, len(stream), BLOCK))
 
 
-def _build(source: Source, tokeniser: Tokeniser, folder: Path, work: Task) -> None:
-    """Write a file for each split, the types, and last `corpus.json`.
+def _build(source: Source, tokeniser: Tokeniser, folder: Path, task: Task) -> None:
+    """Tokenise a text and write a file for each split, then the types, and last `corpus.json`, to `folder`.
 
-    The training split is tokenised once: provisional numbers go to a draft, and to their place once all are counted.
-    The same text gives the same bytes, so that two processes that do this at once do no harm.
+    The training split is tokenised once: its provisional numbers go to a temporary file, and are translated when the
+    vocabulary is known. The same text gives the same bytes, so two processes may do this at the same time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as draft:
+    with tempfile.TemporaryFile(dir=folder) as provisional:
         for chunk in chunks(source.pieces["train"]):
-            draft.write(tokeniser.learn(chunk).data)
-            work.advance(len(chunk.raw))
-        types, table = tokeniser.settle()
+            provisional.write(tokeniser.learn(chunk).data)
+            task.advance(len(chunk.raw))
+        types, number_of = tokeniser.build_vocabulary()
         dtype = np.dtype("<u2" if len(types) <= 2**16 else "<u4")
-        if not draft.tell():
+        if not provisional.tell():
             raise InputError("corpus", "a text with tokens to train on", f"none in {source.name}", "give a longer text")
         for split in ("valid", "test"):
-            blocks = (_encoded(chunk, tokeniser, work) for chunk in chunks(source.pieces[split]))
-            _write(folder / f"{split}.bin", blocks, dtype)
-        draft.seek(0)
-        _write(folder / "train.bin", (table[block] for block in _draft(draft, tokeniser.provisional)), dtype)
+            _write(folder / f"{split}.bin", _encode_split(source, split, tokeniser, task), dtype)
+        provisional.seek(0)
+        blocks = _read_blocks(provisional, tokeniser.provisional)
+        _write(folder / "train.bin", (number_of[block] for block in blocks), dtype)
     write_json(folder / "types.json", types)
-    sums = {name: checksum(folder / name) for name in (*(f"{split}.bin" for split in SPLITS), "types.json")}
-    write_json(folder / "corpus.json", {"version": VERSION, "dtype": dtype.str, "sha256": sums})
+    checksums = {name: checksum(folder / name) for name in (*(f"{split}.bin" for split in SPLITS), "types.json")}
+    write_json(folder / "corpus.json", {"version": VERSION, "dtype": dtype.str, "sha256": checksums})
 
 
-def _encoded(chunk: Chunk, tokeniser: Tokeniser, work: Task) -> UInt[np.ndarray, " time"]:
-    work.advance(len(chunk.raw))
-    return tokeniser.encode(chunk)
+def _encode_split(source: Source, split: str, tokeniser: Tokeniser, task: Task) -> Iterator[UInt[np.ndarray, " _"]]:
+    for chunk in chunks(source.pieces[split]):
+        task.advance(len(chunk.raw))
+        yield tokeniser.encode(chunk)
 
 
-def _draft(file: IO[bytes], dtype: np.dtype) -> Iterator[UInt[np.ndarray, " _"]]:
+def _read_blocks(file: IO[bytes], dtype: np.dtype) -> Iterator[UInt[np.ndarray, " _"]]:
     while raw := file.read(BLOCK * dtype.itemsize):
         yield np.frombuffer(raw, dtype)
 
 
 def _write(path: Path, blocks: Iterator[UInt[np.ndarray, " _"]], dtype: np.dtype) -> None:
+    """Write blocks of token numbers to `path`, one after another and in the given type."""
+
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
             for block in blocks:
@@ -274,13 +285,15 @@ def _write(path: Path, blocks: Iterator[UInt[np.ndarray, " _"]], dtype: np.dtype
     write_whole(path, write)
 
 
-def _mapped(folder: Path, name: str, digest: str) -> Corpus | None:
-    """Map what `_build` wrote, or return None if a part is missing, damaged or of another version."""
+def _open_cached(folder: Path, name: str, digest: str) -> Corpus | None:
+    """Map the files that `_build` wrote, or return None if one is missing, damaged or of another version."""
     try:
-        about = read_json(folder / "corpus.json")
-        if about["version"] != VERSION or any(checksum(folder / file) != own for file, own in about["sha256"].items()):
+        record = read_json(folder / "corpus.json")
+        if record["version"] != VERSION:
             return None
-        dtype, types = np.dtype(about["dtype"]), tuple(read_json(folder / "types.json"))
+        if any(checksum(folder / file) != expected for file, expected in record["sha256"].items()):
+            return None
+        dtype, types = np.dtype(record["dtype"]), tuple(read_json(folder / "types.json"))
         streams = {split: _map(folder / f"{split}.bin", dtype) for split in SPLITS}
     except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return None
@@ -288,13 +301,13 @@ def _mapped(folder: Path, name: str, digest: str) -> Corpus | None:
 
 
 def _map(path: Path, dtype: np.dtype) -> UInt[np.ndarray, " time"]:
-    """Map a file of numbers; an empty one, which the operating system does not map, is an empty array."""
+    """Map a file of numbers; an empty file, which the operating system refuses to map, gives an empty array."""
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
 @contextmanager
 def _cache_errors(root: Path) -> Iterator[None]:
-    """Say in one line what the file system refused, with the remedy for a cache."""
+    """Turn an error of the file system into one line with the remedy for a cache."""
     try:
         yield
     except OSError as cause:

@@ -1,7 +1,7 @@
 """Classes of sequences over distinct and common tokens, and finite contexts drawn from them.
 
 A class is a distribution over tokens. Distinct tokens come first; their frequencies tell classes apart. Common tokens
-follow; they occur in every class and say little about it. The seed is the leading axis of all that is drawn.
+follow; they occur in every class and say little about it. The seed is the leading axis of every random tensor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from joma.arguments import InputError, choice, scalar, whole
 from joma.noise import streams
 
-WIDTH = 30.0  # of the bumps of `gaussian`, as twice a variance, in tokens squared
+WIDTH = 30.0  # twice the variance of the bumps of `gaussian`, in tokens squared
 
 
 @dataclass(frozen=True)
 class TokenClasses:
-    """P[token | class] for each seed, and the latents behind it."""
+    """P[token | class] for each seed, the number of each class, and which tokens are distinct."""
 
     frequency: Float[Tensor, "seed label token"]
     label: Int[Tensor, " label"]
@@ -30,7 +30,7 @@ class TokenClasses:
 
 @dataclass(frozen=True)
 class SequenceClasses:
-    """P[token | class] for each seed, the query token that ends a class's sequences, and which tokens are its own."""
+    """P[token | class] for each seed, the query token of each class, and which tokens occur in that class alone."""
 
     frequency: Float[Tensor, "seed label token"]
     query: Int[Tensor, " label"]
@@ -39,7 +39,7 @@ class SequenceClasses:
 
 @dataclass(frozen=True)
 class Contexts:
-    """Finite sequences of tokens, the same as frequencies, and the class that each was drawn from."""
+    """Finite sequences of tokens, the frequency of each token in them, and the class that each was drawn from."""
 
     token: Int[Tensor, "seed sample position"]
     frequency: Float[Tensor, "seed sample token"]
@@ -47,14 +47,14 @@ class Contexts:
 
 
 def _gaussian(uniform: Float[Tensor, "seed token label"], distinct: int) -> Tensor:
-    count = uniform.shape[-1]
+    classes = uniform.shape[-1]
     token = torch.arange(distinct, dtype=uniform.dtype)[:, None]
-    centre = distinct * torch.arange(count, dtype=uniform.dtype) / count
+    centre = distinct * torch.arange(classes, dtype=uniform.dtype) / classes
     bumps = torch.exp(-((token - centre) ** 2) / WIDTH)
     return torch.cat([bumps.expand(len(uniform), -1, -1), uniform[:, distinct:]], dim=1)
 
 
-def _random(uniform: Float[Tensor, "seed token label"], distinct: int) -> Tensor:  # noqa: ARG001  (one signature)
+def _random(uniform: Float[Tensor, "seed token label"], distinct: int) -> Tensor:  # noqa: ARG001  (as `_gaussian`)
     return uniform
 
 
@@ -77,7 +77,7 @@ def token_classes(
 
         gaussian: exp(−(l − M_d i/K)²/30)        random: uniform in [0, ½] as well
 
-    with K classes and M_d distinct tokens. Seeds whose generators are alike have the same common weights in both kinds.
+    with K classes and M_d distinct tokens. The same generators give the same weights of common tokens in both kinds.
 
     Args:
         kind: a name of `KINDS`.
@@ -91,13 +91,13 @@ def token_classes(
     >>> data.frequency.shape, int(data.frequency[0, 2].argmax())
     (torch.Size([1, 4, 13]), 5)
     """
-    weigh, classes = choice("kind", kind, KINDS), whole("classes", classes)
+    weights_of, classes = choice("kind", kind, KINDS), whole("classes", classes)
     distinct, common = whole("distinct", distinct, low=0), whole("common", common, low=0)
     if distinct + common == 0:
         raise InputError("distinct + common", "at least 1", 0, "give the classes some tokens")
-    shape = (distinct + common, classes)  # token by token: every class's weight for one token is drawn together
-    uniform = torch.stack([torch.rand(shape, generator=g, dtype=dtype) / 2 for g in streams(generators)])
-    weight = weigh(uniform, distinct).mT
+    shape = (distinct + common, classes)
+    uniform = torch.stack([torch.rand(shape, generator=stream, dtype=dtype) / 2 for stream in streams(generators)])
+    weight = weights_of(uniform, distinct).mT
     return TokenClasses(
         frequency=(weight / weight.sum(dim=-1, keepdim=True)).contiguous(),
         label=torch.arange(classes),
@@ -118,21 +118,22 @@ def sequence_classes(
 ) -> SequenceClasses:
     """Return classes of sequences in the setting of Scan and Snap: the next token n fixes the query token ψ(n).
 
-    Each class has `distinct` tokens that occur in no other, and all share the `common` ones. With u, r uniform in
-    [0, 1], drawn anew for each number,
+    Each class has `distinct` tokens that occur in no other class, and all classes share the `common` tokens. With u, r
+    uniform in [0, 1] and independent,
 
         distinct token l of class n:  P[l | n] ∝ u_ln                                     summing to 1 − share
         common token l:               P[l | n] ∝ u_l (1 + variation · (2 r_ln − 1))       summing to share
 
     Args:
         generators: one for each seed.
-        queries, classes: number of query tokens, and of classes of each.
-        distinct, common: number of tokens of each class alone, and of those that all have.
-        share: part of a sequence that is common tokens, in [0, 1].
-        variation: by how much a common token's frequency differs between classes, in [0, 1]; at 0 it tells nothing.
+        queries, classes: number of query tokens, and of classes of each query token.
+        distinct, common: number of tokens that belong to one class, and of those that all classes share.
+        share: part of a sequence that consists of common tokens, in [0, 1].
+        variation: how much the frequency of a common token differs between classes, in [0, 1]; with 0 it says nothing
+            about the class.
 
     Returns:
-        `SequenceClasses` over queries · classes labels; token n · distinct is the first of class n, the common ones
+        `SequenceClasses` over queries · classes labels. Token n · distinct is the first of class n; the common tokens
         are last.
 
     >>> data = sequence_classes(generators=[torch.Generator().manual_seed(0)], queries=2, classes=3, distinct=4)
@@ -144,19 +145,19 @@ def sequence_classes(
     share = scalar("share", share, low=0.0, high=1.0)
     variation = scalar("variation", variation, low=0.0, high=1.0)
     labels = queries * classes
-    drawn = []
+    frequencies = []
     for generator in streams(generators):
-        own = torch.rand(labels, distinct, generator=generator, dtype=dtype)
+        of_class = torch.rand(labels, distinct, generator=generator, dtype=dtype)
         level = torch.rand(common, generator=generator, dtype=dtype)
-        differs = torch.rand(labels, common, generator=generator, dtype=dtype)
-        shared = level * (1 + variation * (2 * differs - 1))
-        apart = torch.block_diag(*((1 - share) * own / own.sum(dim=-1, keepdim=True)).split(1))
-        drawn.append(torch.cat([apart, share * shared / shared.sum(dim=-1, keepdim=True)], dim=-1))
-    place = torch.arange(labels * distinct + common) // distinct
+        deviation = torch.rand(labels, common, generator=generator, dtype=dtype)
+        of_all = level * (1 + variation * (2 * deviation - 1))
+        blocks = torch.block_diag(*((1 - share) * of_class / of_class.sum(dim=-1, keepdim=True)).split(1))
+        frequencies.append(torch.cat([blocks, share * of_all / of_all.sum(dim=-1, keepdim=True)], dim=-1))
+    token = torch.arange(labels * distinct + common)
     return SequenceClasses(
-        frequency=torch.stack(drawn),
+        frequency=torch.stack(frequencies),
         query=torch.arange(labels) // classes,
-        distinct=(place == torch.arange(labels)[:, None]) & (torch.arange(len(place)) < labels * distinct),
+        distinct=(token // distinct == torch.arange(labels)[:, None]) & (token < labels * distinct),
     )
 
 
@@ -167,14 +168,14 @@ def contexts(
     length: int,
     generators: Sequence[torch.Generator],
 ) -> Contexts:
-    """Draw finite contexts: each sample's class is uniform over the labels, its tokens independent given the class.
+    """Draw finite contexts: each sample has a random class, and tokens that are independent given the class.
 
         P[label = i] = 1/K,    P[token_j = l | label = i] = frequency[i, l],  j = 1..length
 
     Args:
         frequency: P[token | class] of every seed, e.g. `token_classes(...).frequency`.
         samples, length: number of contexts for each seed, and of tokens in each.
-        generators: one for each seed; a seed's draws do not depend on the seeds beside it.
+        generators: one for each seed; the samples of a seed do not depend on the other seeds.
 
     Returns:
         `Contexts`: the tokens in order, their frequencies (counts over length), and the labels.
@@ -187,10 +188,10 @@ def contexts(
     samples, length = whole("samples", samples), whole("length", length)
     _check_frequency(frequency, len(streams(generators)))
     labels, tokens = [], []
-    for own, generator in zip(frequency, generators, strict=True):
-        label = torch.randint(len(own), (samples,), generator=generator)
+    for probability, generator in zip(frequency, generators, strict=True):
+        label = torch.randint(len(probability), (samples,), generator=generator)
         labels.append(label)
-        tokens.append(torch.multinomial(own[label], length, replacement=True, generator=generator))
+        tokens.append(torch.multinomial(probability[label], length, replacement=True, generator=generator))
     token = torch.stack(tokens)
     counts = torch.zeros(*token.shape[:2], frequency.shape[-1], dtype=frequency.dtype)
     counts.scatter_add_(-1, token, torch.ones_like(token, dtype=frequency.dtype))
@@ -207,8 +208,7 @@ def _check_frequency(frequency: Tensor, seeds: int) -> None:
         raise InputError(
             "frequency", "non-empty", f"shape {tuple(frequency.shape)}", "give at least one class and token"
         )
-    sums = frequency.sum(dim=-1)
-    off = float((sums - 1).abs().max())
-    if not off <= 1e-5 or bool((frequency < 0).any()):  # `not <=` catches NaN
-        got = f"sums up to {off:.3g} from 1, least value {float(frequency.min()):.3g}"
+    error = float((frequency.sum(dim=-1) - 1).abs().max())
+    if not error <= 1e-5 or bool((frequency < 0).any()):  # `not <=` is true for NaN too
+        got = f"sums that differ from 1 by up to {error:.3g} and a smallest value of {float(frequency.min()):.3g}"
         raise InputError("frequency", "probabilities that sum to 1 over tokens", got, "divide by the sum first")

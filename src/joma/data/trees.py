@@ -1,7 +1,7 @@
-"""Latent trees that generate token sequences: a class at the root, latents in levels below it, tokens at the leaves.
+"""Latent trees that generate token sequences: a class at the root, latents in the levels below, tokens at the leaves.
 
 A tree is a frozen description; `sample` draws from it level by level and returns the tokens together with the latents
-they came from. Nodes are numbered from the root down, level by level, and from left to right within a level.
+that they came from. Nodes are numbered from the root down, level by level, and from left to right within a level.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from joma.arguments import InputError, probabilities, real, scalar, whole
 
 @dataclass(frozen=True)
 class TreeSample:
-    """Samples of a tree, and the latents behind them.
+    """Samples of a tree, with the latents that they came from.
 
     Attributes:
-        label: the class, at the root.
+        label: the class, which is the root.
         latents: the bits of each level from the root's children (depth 1) down to the level above the tokens.
         token: whether each token is in the sequence.
     """
@@ -58,19 +58,20 @@ class HBLT:
     rho: float
 
     def __post_init__(self) -> None:
-        counts = _levels(self.child_counts)
+        counts = _check_levels(self.child_counts)
         p0 = probabilities("p0", self.p0, ndim=1)
         p_child = real("p_child", self.p_child, ndim=2, low=-1.0, high=1.0)
         if p_child.shape != (counts[0][0], p0.size):
             expected = f"{counts[0][0]} children of the root x {p0.size} classes"
-            raise InputError("p_child", expected, f"shape {p_child.shape}", "give a row a child and a column a class")
+            remedy = "give one row for each child and one column for each class"
+            raise InputError("p_child", expected, f"shape {p_child.shape}", remedy)
         rho = scalar("rho", self.rho, low=0.0, high=1.0)
         for name, value in {"child_counts": counts, "p0": p0, "p_child": p_child, "rho": rho}.items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def regular(cls, branching: Sequence[int], *, p0: ArrayLike, p_child: ArrayLike, rho: float) -> HBLT:
-        """The tree in which every node of a level has as many children: `branching` from the root down.
+        """Return the tree whose nodes at depth d all have `branching[d]` children.
 
         >>> HBLT.regular((1, 2, 2), p0=[1.0], p_child=[[0.5]], rho=0.9).child_counts
         ((1,), (2,), (2, 2))
@@ -82,10 +83,10 @@ class HBLT:
 
     @classmethod
     def random(cls, *, generator: torch.Generator, classes: int = 3, max_tokens: int = 12, max_nodes: int = 20) -> HBLT:
-        """A tree with 2 to `max_tokens` tokens and at most `max_nodes` nodes, the root and the tokens counted.
+        """Draw a tree with 2 to `max_tokens` tokens and at most `max_nodes` nodes, root and tokens included.
 
-        Its depth is uniform over 2, 3, 4 and each node's number of children over 1, 2, 3, all drawn anew until the
-        tree fits; `p0` is uniform over the simplex, `p_child` over [−1, 1], ρ over [0, 1].
+        The depth is uniform over 2, 3, 4 and each node's number of children over 1, 2, 3; both are drawn again until
+        the tree fits. `p0` is uniform over the simplex, `p_child` over [−1, 1], ρ over [0, 1].
 
         >>> tree = HBLT.random(generator=torch.Generator().manual_seed(0))
         >>> tree.depth, len(tree.parents), tree.tokens
@@ -102,17 +103,17 @@ class HBLT:
 
     @property
     def depth(self) -> int:
-        """L, from the root down to the tokens."""
+        """L, the number of levels below the root."""
         return len(self.child_counts)
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return sum(self.child_counts[-1])
 
     @property
     def parents(self) -> Int[np.ndarray, " node"]:
-        """The parent of each node, −1 for the root: the form in which `joma.theory.hierarchy` takes a tree.
+        """The parent of each node, −1 for the root, as `joma.theory.hierarchy` expects a tree.
 
         >>> HBLT(((2,), (1, 3)), p0=[1.0], p_child=[[0.5], [0.2]], rho=0.9).parents
         array([-1,  0,  0,  1,  2,  2,  2])
@@ -124,22 +125,23 @@ class HBLT:
         """Draw `count` independent sequences, on the generator's device.
 
         Returns:
-            `TreeSample`: labels [sample], the latents' bits level by level, and the tokens' [sample, token].
+            `TreeSample`: labels [sample], bits of the latents level by level, and bits of the tokens [sample, token].
         """
         count = whole("count", count)
-        draw = {"generator": generator, "device": generator.device, "dtype": torch.float64}
+        options = {"generator": generator, "device": generator.device, "dtype": torch.float64}
         p0, p_child = (torch.as_tensor(np.asarray(table), device=generator.device) for table in (self.p0, self.p_child))
         label = torch.multinomial(p0, count, replacement=True, generator=generator)
-        bits = torch.rand((count, len(p_child)), **draw) < ((1 - p_child) / 2).T[label]
+        bits = torch.rand((count, len(p_child)), **options) < ((1 - p_child) / 2).T[label]
         levels = [bits]
         for counts in self.child_counts[1:]:
             copies = bits.repeat_interleave(torch.tensor(counts, device=bits.device), dim=1)
-            bits = copies ^ (torch.rand(copies.shape, **draw) < (1 - self.rho) / 2)
+            bits = copies ^ (torch.rand(copies.shape, **options) < (1 - self.rho) / 2)
             levels.append(bits)
         return TreeSample(label, tuple(levels[:-1]), levels[-1])
 
 
-def _levels(child_counts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def _check_levels(child_counts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of children as tuples of ints, if each level has one for every node of the level above."""
     if len(child_counts) == 0:
         raise InputError("child_counts", "at least one level", "none", "give the root's number of children, as ((2,),)")
     levels, width = [], 1

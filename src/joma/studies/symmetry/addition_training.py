@@ -108,7 +108,7 @@ def decoder(setting: Setting, arm: Arm) -> DecoderConfig:
 
 def check(setting: Setting) -> None:
     """Refuse a setting that cannot be run, by the name of the key that is wrong."""
-    count = 10 ** whole("digits", setting.digits, high=addition.ENUMERATED)
+    count = 10 ** whole("digits", setting.digits, high=addition.MAX_ENUMERATED_DIGITS)
     unordered = count * (count + 1) // 2
     if not FOLDS <= round(scalar("held", setting.held, low=0.0, high=1.0) * unordered) < unordered:
         expected = f"a share that holds out at least {FOLDS} of {unordered} pairs, and not all"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from joma import noise, schedule
 from joma.arguments import InputError, whole
-from joma.data.sources import find_here
+from joma.data.sources import find_local
 from joma.data.text import Corpus, corpus
 from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
@@ -137,7 +137,7 @@ def inputs(setting: Any) -> dict[str, str]:
     {}
     """
     with suppress(InputError, OSError):
-        found = find_here(setting.corpus)
+        found = find_local(setting.corpus)
         return {} if found is None else {"text_sha256": found.digest}
     return {}
 
