@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from joma import data, models, probes, report, studies, theory, train, watch
     from joma.probes.entropy import attention_entropy
     from joma.probes.rank import stable_rank
-    from joma.probes.symmetry import permutation_gap
+    from joma.probes.permutation import permutation_gap
     from joma.runs import open_run
 
 __all__ = [
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 _FUNCTIONS = {
     "attention_entropy": "joma.probes.entropy",
     "open_run": "joma.runs",
-    "permutation_gap": "joma.probes.symmetry",
+    "permutation_gap": "joma.probes.permutation",
     "stable_rank": "joma.probes.rank",
 }
 

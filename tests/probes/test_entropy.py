@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import joma
 from joma.arguments import InputError
 from joma.kernels import entropy_blocks
-from joma.probes.entropy import attention_entropy, attention_rows, effective_tokens, entropy, mean_entropy
+from joma.probes.entropy import attention_entropy, attention_rows, effective_tokens, mean_entropy, shannon_entropy
 
 TINY = entropy_blocks.Shape(60, 3, 5)
 
@@ -30,14 +30,32 @@ TINY = entropy_blocks.Shape(60, 3, 5)
 def test_entropy_agrees_with_scipy(tokens, sharpness, seed):
     logits = sharpness * torch.randn(4, tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     p = logits.softmax(-1)
-    torch.testing.assert_close(entropy(p), torch.as_tensor(scipy.stats.entropy(p.numpy(), axis=-1)), rtol=0, atol=1e-13)
-    torch.testing.assert_close(entropy(p.mT, dim=-2), entropy(p))
+    expected = torch.as_tensor(scipy.stats.entropy(p.numpy(), axis=-1))
+    torch.testing.assert_close(shannon_entropy(p), expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(shannon_entropy(p.mT, dim=-2), shannon_entropy(p))
 
 
-@pytest.mark.parametrize("p", [[0.5, 0.6], [1.5, -0.5], [float("nan"), 1.0]])
+@given(st.integers(0, 1000), st.integers(0, 2), st.booleans())
+def test_the_entropy_of_a_diverged_seed_is_nan_and_changes_no_other(seed, lost, everything):
+    p = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(seed)).softmax(-1)
+    expected = shannon_entropy(p)
+    p[lost if not everything else slice(None)] = torch.nan
+    ours = shannon_entropy(p)
+    diverged = torch.tensor([everything or number == lost for number in range(3)])
+    assert bool(ours[diverged].isnan().all())
+    assert torch.equal(ours[~diverged], expected[~diverged])
+    assert torch.equal(shannon_entropy(p.movedim(-1, 0), dim=0)[~diverged], ours[~diverged])
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "p", [[0.5, 0.6], [1.5, -0.5], [INF, 0.0], [[0.5, 0.6], [NAN, 1.0]], [[1.5, -0.5], [NAN, 1.0]]]
+)
 def test_what_is_no_distribution_is_refused(p):
-    with pytest.raises(InputError, match="softmax"):
-        entropy(torch.tensor(p))
+    with pytest.raises(InputError, match=r"`p` must be distributions that sum to 1, got sums in .*softmax"):
+        shannon_entropy(torch.tensor(p))
 
 
 def of_matrix(query, key, *, causal=False, scale=None):

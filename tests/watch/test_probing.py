@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from fake_hub import REPOSITORY, serve
 from joma.arguments import InputError
 from joma.files import StorageError
-from joma.probes.entropy import entropy
+from joma.probes.entropy import shannon_entropy
 from joma.probes.orthogonality import cosine_orthogonality
 from joma.watch import Checkpoints, audit, loading, probing, weight_files
 from joma.watch.probing import EMBEDDING, _natural, probe, weights
@@ -66,7 +66,7 @@ def test_every_measure_against_the_model_itself(series):
         out = model(tokens, output_attentions=True, output_hidden_states=True)
     maps = torch.stack(out.attentions)  # [layer, batch, head, query, key]
     at = found.data.sel(step=5)
-    np.testing.assert_allclose(at.entropy, entropy(maps).mean(dim=(1, 3)), atol=2e-5)
+    np.testing.assert_allclose(at.entropy, shannon_entropy(maps).mean(dim=(1, 3)), atol=2e-5)
     expected = [cosine_orthogonality(state.flatten(0, 1)).root_mean_square for state in out.hidden_states]
     np.testing.assert_allclose(at.hidden_cosine, torch.stack(expected), rtol=1e-4)
     for place, layer in enumerate(model.gpt_neox.layers):

@@ -26,22 +26,27 @@ class AttentionRows(NamedTuple):
     largest: Tensor  # the largest weight
 
 
-def entropy(p: Tensor, dim: int = -1) -> Tensor:
-    """Return H = −Σ p ln p along `dim`, with 0 ln 0 = 0.
+def shannon_entropy(p: Tensor, dim: int = -1) -> Tensor:
+    """Return the entropy H = −Σ p ln p of probabilities along `dim`, with 0 ln 0 = 0.
 
     Args:
-        p: probabilities that sum to one along `dim`.
+        p: probabilities that sum to one along `dim`. A distribution that holds NaN, as the attention of a diverged
+            seed does, has entropy NaN.
         dim: the axis of the distribution.
 
     Returns:
         A tensor without the axis `dim`, between 0 and the logarithm of its length.
 
-    >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
-    tensor([0.6931, 0.0000])
+    >>> shannon_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0], [torch.nan, 0.0]]))
+    tensor([0.6931, 0.0000,    nan])
     """
     sums = p.sum(dim=dim)
-    if not torch.isfinite(sums).all() or (sums - 1).abs().max() > 1e-3 or p.min() < 0:
-        got = f"sums in [{float(sums.min()):.3g}, {float(sums.max()):.3g}]"
+    known, given = sums, p
+    if not torch.isfinite(sums).all():
+        undefined = sums.isnan()
+        known, given = sums[~undefined], p.masked_fill(undefined.unsqueeze(dim), 0.0)
+    if known.numel() and ((known - 1).abs().max() > 1e-3 or given.min() < 0):
+        got = f"sums in [{float(known.min()):.3g}, {float(known.max()):.3g}]"
         raise InputError("p", "distributions that sum to 1", got, "apply `.softmax(-1)` first")
     return torch.special.entr(p).sum(dim=dim)
 

@@ -10,7 +10,7 @@ import xarray as xr
 from joma.arguments import InputError
 from joma.data.addition import sequences
 from joma.models.transformer import INITS, Decoder, DecoderConfig
-from joma.probes.symmetry import adjacency, position_decodability
+from joma.probes.position import adjacency, position_decodability
 from joma.studies import load
 from joma.studies.symmetry import addition_training
 from joma.studies.symmetry.position_emergence import (

@@ -13,7 +13,7 @@ from joma import noise
 from joma.arguments import InputError
 from joma.cli import changed
 from joma.models.transformer import Decoder
-from joma.probes.entropy import entropy
+from joma.probes.entropy import shannon_entropy
 from joma.studies import load
 from joma.studies.text import language_training
 from joma.studies.text.language_training import Setting, decoder, inputs, moments, read_text, train, validation
@@ -65,7 +65,7 @@ def test_validation_is_the_mean_over_tokens_and_rows(text):
             told += len(part) - 1
             if len(part) == 9:
                 weights.append(torch.stack(own.activations(part[None, :-1], ("attention",))["attention"]))
-    rows = entropy(torch.cat(weights, dim=2)).mean(dim=(2, 4)).transpose(0, 1)
+    rows = shannon_entropy(torch.cat(weights, dim=2)).mean(dim=(2, 4)).transpose(0, 1)
     torch.testing.assert_close(found["valid_loss"].float(), logits / told, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found["entropy"].float(), rows, rtol=1e-4, atol=1e-5)
 
@@ -76,7 +76,7 @@ def test_the_window_that_is_shown_is_one_of_the_first_column(text, monkeypatch, 
     assert "window_entropy" not in validation(own, text)  # a column is 59 tokens long: 7 windows
     monkeypatch.setattr(language, "WINDOW", number)
     weights = own.activations(text.valid[:1, 8 * number : 8 * number + 8], ("attention",))["attention"]
-    expected = torch.stack([entropy(one)[:, 0].mean(dim=2) for one in weights], dim=1)
+    expected = torch.stack([shannon_entropy(one)[:, 0].mean(dim=2) for one in weights], dim=1)
     torch.testing.assert_close(validation(own, text)["window_entropy"].float(), expected, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(language, "WINDOW", 7)
     assert "window_entropy" not in validation(own, text)

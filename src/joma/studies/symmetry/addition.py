@@ -17,7 +17,8 @@ from torch import Tensor
 from joma.arguments import whole
 from joma.data.addition import ceiling
 from joma.models.transformer import CHOICES, Decoder
-from joma.probes.symmetry import own_location, position_decodability, slice_similarity
+from joma.probes.position import position_decodability
+from joma.probes.slices import own_location, slice_similarity
 from joma.report.figure import band, canvas, letters, measured
 from joma.studies.symmetry import addition_training
 from joma.studies.symmetry.addition_training import BASE, EVERY, FOLDS, REMOVED

@@ -255,13 +255,8 @@ def _said(model: Decoder, tokens: Int[Tensor, "sample position"], begin: int) ->
 
 @torch.no_grad()
 def levels(model: Decoder, tokens: Int[Tensor, "sample position"]) -> Float[Tensor, "seed level sample position width"]:
-    """Return the hidden states at the embeddings, level 0, and after each layer.
-
-    Those of a seed that was lost hold zeros where they were not finite: what is recorded of it does not count, and
-    must not stop the others.
-    """
-    kept = model.activations(tokens, ["residual"])["residual"]
-    return torch.nan_to_num(torch.stack(kept, dim=1), nan=0.0, posinf=0.0, neginf=0.0)
+    """Return the hidden states at the embeddings, level 0, and after each layer."""
+    return torch.stack(model.activations(tokens, ["residual"])["residual"], dim=1)
 
 
 def pick(names: Iterable[str] | None, layers: int) -> dict[str, Arm]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from joma.arguments import InputError, whole
 from joma.models.transformer import Decoder, DecoderConfig
-from joma.probes.symmetry import permutation_gap
+from joma.probes.permutation import permutation_gap
 from joma.report.figure import canvas, letters, measured
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most
 

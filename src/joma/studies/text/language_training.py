@@ -28,7 +28,7 @@ from joma.data.text import Corpus, corpus
 from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.bounce import measure_bounce
-from joma.probes.entropy import entropy
+from joma.probes.entropy import shannon_entropy
 from joma.probes.rank import stable_rank
 from joma.report.figure import COLOURS, MARKERS
 from joma.study import Context
@@ -268,7 +268,7 @@ def validation(model: Decoder, text: Text) -> dict[str, Tensor]:
         loss = loss + model.surprisal(tokens, target, watched=watched).double().sum(dim=(1, 2))
         told += target.numel()
         if tokens.shape[1] == text.length:  # shorter rows have less entropy to begin with
-            own = torch.stack([_entropy(layer).double().mean(dim=3) for layer in watched["attention"]], dim=2)
+            own = torch.stack([shannon_entropy(layer).double().mean(dim=3) for layer in watched["attention"]], dim=2)
             if rows <= WINDOW < rows + len(tokens) and (text.valid.shape[1] - 1) // text.length > WINDOW:
                 shown["window_entropy"] = own[:, WINDOW - rows]
             attended, rows = attended + own.sum(dim=1), rows + len(tokens)
@@ -277,17 +277,6 @@ def validation(model: Decoder, text: Text) -> dict[str, Tensor]:
         expected = f"validation columns of more than {text.length} tokens"
         raise InputError("corpus", expected, text.valid.shape[1], remedy)
     return {"valid_loss": torch.as_tensor(loss / told), "entropy": torch.as_tensor(attended / rows), **shown}
-
-
-def _entropy(attention: Float[Tensor, "seed sample head query key"]) -> Float[Tensor, "seed sample head query"]:
-    """Return the entropy of each row; NaN for a seed that was lost, so that the others go on."""
-    sound = attention.sum(dim=(1, 2, 3, 4)).isfinite()
-    if sound.all():
-        return entropy(attention)
-    found = attention.new_full(attention.shape[:-1], torch.nan)
-    if sound.any():
-        found[sound] = entropy(attention[sound])
-    return found
 
 
 def bounces(entropy: xr.DataArray, *, each_layer: bool = False) -> xr.Dataset:

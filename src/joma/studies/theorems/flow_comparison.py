@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from joma.arguments import InputError, choice, positive, real, whole
-from joma.probes.entropy import entropy
+from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.theory import flows, growth
 from joma.theory.activations import ACTIVATIONS
@@ -153,7 +153,7 @@ def _compared(config: Config, case: _Case, generator: np.random.Generator) -> xr
     if np.isfinite(start_centre).all():  # integrated, as it can lie too far away for the closed form
         reduced = flows.nonlinear(start_centre, float(start_rate) * times, start, method="LSODA", rtol=1e-8)
         ladder["reduced at the start"] = reduced.states
-    attention = entropy(torch.from_numpy(coupled.z[:, 0]).softmax(-1)).numpy()
+    attention = shannon_entropy(torch.from_numpy(coupled.z[:, 0]).softmax(-1)).numpy()
     return xr.Dataset(
         {
             "coupled": (("time", "token"), _padded(coupled.v[:, :, 0], len(times))),

@@ -14,7 +14,7 @@ from scipy.special import softmax
 from joma import schedule
 from joma.arguments import real, whole
 from joma.models.block import Block
-from joma.probes.entropy import entropy
+from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import bounce, flows, growth
@@ -141,7 +141,7 @@ def _trained(config: Config, context: Context) -> xr.Dataset:
         loss,
         optimiser=Optimiser("sgd", config.rate),
         steps=steps,
-        record=lambda model, _: {"trained": model.v[..., 0], "entropy": entropy(model.z[:, 0].softmax(-1))},
+        record=lambda model, _: {"trained": model.v[..., 0], "entropy": shannon_entropy(model.z[:, 0].softmax(-1))},
         at=schedule.every(max(1, steps // 160), steps),
         dims={"trained": ("token",)},
         label="sparse-dense",

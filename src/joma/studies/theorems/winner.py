@@ -14,7 +14,7 @@ from joma import schedule
 from joma.arguments import scalar, whole
 from joma.data.tokens import token_classes
 from joma.models.block import Block
-from joma.probes.entropy import entropy
+from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import flows, growth
@@ -87,7 +87,7 @@ def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, parts: int
         lambda model, _: -(g * model(x)[..., 0]).mean(dim=-1),
         optimiser=Optimiser("sgd", 1 / (parts * half)),
         steps=parts * last,
-        record=lambda model, _: {"trained": model.v[..., 0], "entropy": entropy(model.z[:, 0].softmax(-1))},
+        record=lambda model, _: {"trained": model.v[..., 0], "entropy": shannon_entropy(model.z[:, 0].softmax(-1))},
         at=[parts * step for step in schedule.every(max(1, last // 50), last)],
         dims={"trained": ("token",)},
         label=f"winner, {parts * half} steps",
