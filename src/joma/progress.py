@@ -1,4 +1,8 @@
-"""Progress with time left, shown only on what lasts longer than two seconds, on standard error and a terminal."""
+"""Progress bars with the time left, on standard error, for work that takes longer than two seconds.
+
+A function that takes long has an argument `progress` and announces its work by `progress.task(label, total)`. Libraries
+and tests pass `SILENT`, which shows nothing; the command line passes `Bars`.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +18,30 @@ PATIENCE = 2.0  # seconds before a bar appears
 
 
 class Task:
-    """One piece of work: `advance` says that some of it is done."""
+    """One piece of work, which shows nothing: `advance` counts the units that are done."""
 
     def advance(self, amount: int = 1) -> None:
         """Count `amount` more units as done."""
 
     def skip(self, amount: int) -> None:
-        """Count `amount` units as done earlier, before the first `advance`: they took no time here."""
+        """Count `amount` units as done in an earlier run, such as one that is resumed; call it before `advance`.
+
+        They are left out of the speed that the bar shows, as they took no time in this run.
+        """
 
     def say(self, note: str) -> None:
-        """Show a few words beside the bar, such as the loss."""
+        """Show a short note beside the bar, such as the loss."""
 
 
 class Progress:
-    """The silent progress, for libraries and tests; `Bars` shows it."""
+    """Progress that shows nothing, and the base of classes that show it."""
 
     @contextmanager
     def task(self, label: str, total: int) -> Iterator[Task]:  # noqa: ARG002
-        """Announce `total` units of work under `label`.
+        """Announce `total` units of work and yield the `Task` that counts them.
 
-        >>> with SILENT.task("flow", total=3) as work:
-        ...     work.advance()
+        >>> with SILENT.task("flow", total=3) as task:
+        ...     task.advance()
         """
         yield Task()
 
@@ -43,7 +50,11 @@ SILENT = Progress()
 
 
 class Bars(Progress):
-    """Bars on the terminal, one a task, with time left; nothing at all where standard error is no terminal."""
+    """Progress bars on the terminal, one for each task; nothing if standard error is not a terminal.
+
+    Args:
+        patience: seconds that a task must last before its bar appears.
+    """
 
     def __init__(self, patience: float = PATIENCE) -> None:
         from rich.console import Console  # not needed to import the package
@@ -67,7 +78,7 @@ class Bars(Progress):
 
     @contextmanager
     def task(self, label: str, total: int) -> Iterator[Task]:
-        """Show a bar once the task has lasted longer than `patience` seconds."""
+        """Announce `total` units of work; their bar appears when they have taken longer than `patience` seconds."""
         bar = _Bar(self, label, total)
         self.open_tasks += 1
         try:
@@ -80,7 +91,7 @@ class Bars(Progress):
                 self.started = False
 
     def add(self, label: str, **fields: Any) -> TaskID:
-        """Put a new line on the display, starting it if need be."""
+        """Add a line to the display, and start the display with the first."""
         if not self.started:
             self.display.start()
             self.started = True
@@ -90,13 +101,13 @@ class Bars(Progress):
 class _Bar(Task):
     def __init__(self, bars: Bars, label: str, total: int) -> None:
         self.bars, self.label, self.total = bars, label, total
-        self.begun, self.done, self.skipped = time.monotonic(), 0, 0
+        self.start_time, self.done, self.skipped = time.monotonic(), 0, 0
         self.line: TaskID | None = None
         self.note = ""
 
     def advance(self, amount: int = 1) -> None:
         self.done += amount
-        elapsed = time.monotonic() - self.begun
+        elapsed = time.monotonic() - self.start_time
         rate = f"{(self.done - self.skipped) / elapsed:.3g}/s" if elapsed > self.bars.patience else ""
         if self.line is not None:
             self.bars.display.update(self.line, completed=self.done, rate=rate)

@@ -1,4 +1,12 @@
-"""When to save and to probe: a policy is a sorted tuple of steps that begins at 0 and ends at the last step."""
+"""Steps at which to record, to probe or to save: schedules for arguments such as `at` and `save_steps`.
+
+A schedule is a sorted tuple of steps that begins with 0 and ends with the last step of training, `total`. Step 0 is the
+state before the first update. Any other sorted steps do as well; these are the common choices.
+
+>>> from joma import schedule
+>>> schedule.every(100, total=250)
+(0, 100, 200, 250)
+"""
 
 from __future__ import annotations
 
@@ -10,7 +18,11 @@ from joma.arguments import whole
 
 
 def every(interval: int, total: int) -> tuple[int, ...]:
-    """Every `interval` steps, and the last one.
+    """Return every multiple of `interval` up to `total`, and `total` itself.
+
+    Args:
+        interval: number of steps from one to the next.
+        total: number of steps of the training, which is the last step.
 
     >>> every(4, 10)
     (0, 4, 8, 10)
@@ -20,7 +32,13 @@ def every(interval: int, total: int) -> tuple[int, ...]:
 
 
 def logarithmic(count: int, total: int) -> tuple[int, ...]:
-    """About `count` steps, dense at the start and evenly spaced in log(step + 1) thereafter.
+    """Return about `count` steps that are evenly spaced in log(step + 1): many early ones, few late ones.
+
+        step_i = (total + 1)^(i / (count − 1)) − 1,  i = 0..count − 1,  rounded
+
+    Args:
+        count: number of steps, at least 2. Steps that round to the same number are returned once.
+        total: number of steps of the training, which is the last step.
 
     >>> logarithmic(6, 1000)
     (0, 3, 15, 62, 250, 1000)
@@ -31,7 +49,11 @@ def logarithmic(count: int, total: int) -> tuple[int, ...]:
 
 
 def listed(steps: Iterable[int], total: int) -> tuple[int, ...]:
-    """The steps given, with the first and the last.
+    """Return the given steps in order, with 0 and `total` added.
+
+    Args:
+        steps: steps from 0 to `total`, in any order.
+        total: number of steps of the training, which is the last step.
 
     >>> listed([5, 2], 10)
     (0, 2, 5, 10)

@@ -1,12 +1,13 @@
-"""The one drawing stack: matplotlib without global state, one style, theory as lines and measurement as points.
+"""Figures by matplotlib without global state, in one style: predictions as lines, measurements as points.
 
-Series differ by colour *and* by line style and marker, so that a figure is read in black and white too.
+Series differ by colour *and* by line style or marker, so that a figure can be read in black and white too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from numpy.typing import ArrayLike
 
 from joma.files import write_text, write_whole
 
-# Okabe and Ito's colours, dark to light so that their greys differ too.
+# The colours of Okabe and Ito, roughly from dark to light. Some have the same grey: line styles and markers differ too.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-PICTURES = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # what a figure is saved as, with what metadata
+FORMATS = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # and metadata: no date, so that bytes are the same
 CAPTION = ".txt"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLE: Any = {
@@ -53,13 +54,18 @@ STYLE: Any = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The house style, for the drawing inside the block."""
+    """Apply the style of the reports to whatever is drawn inside the block."""
     with mpl.rc_context(STYLE):
         yield
 
 
 def canvas(rows: int = 1, columns: int = 1, *, width: float = 3.4, height: float = 2.6, **options: Any) -> tuple:
-    """A Figure and its array of Axes [rows, columns], each panel `width` x `height` inches, in the house style.
+    """Return a Figure and its array of Axes [rows, columns], in the style of the reports.
+
+    Args:
+        rows, columns: number of panels.
+        width, height: size of a panel in inches.
+        options: for `Figure.subplots`, such as `sharex=True`.
 
     >>> figure, axes = canvas(1, 2)
     >>> axes.shape
@@ -71,45 +77,52 @@ def canvas(rows: int = 1, columns: int = 1, *, width: float = 3.4, height: float
 
 
 def series(index: int) -> dict[str, Any]:
-    """Colour, line style and marker number `index`: keyword arguments for one series."""
+    """Return colour and line style of series number `index`, as keyword arguments of `plot`.
+
+    >>> series(1)
+    {'color': '#0072B2', 'linestyle': '--'}
+    """
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
 
 
 def marker(index: int) -> dict[str, Any]:
-    """Marker and colour number `index`, hollow so that the line below stays visible."""
+    """Return colour and marker of series number `index`, as keyword arguments of `plot` without a line.
+
+    The marker is hollow, so that a line below it stays visible.
+    """
     colour = COLOURS[index % len(COLOURS)]
     return {"color": colour, "marker": MARKERS[index % len(MARKERS)], "markerfacecolor": "white", "linestyle": "none"}
 
 
 def theory(axes: Axes, x: ArrayLike, y: ArrayLike, index: int = 0, label: str | None = None, **options: Any) -> None:
-    """A prediction: a line."""
+    """Draw a prediction as a line in the look of series number `index`."""
     axes.plot(np.asarray(x), np.asarray(y), **{**series(index), "label": label, **options})
 
 
 def measured(
     axes: Axes, x: ArrayLike, y: xr.DataArray | ArrayLike, index: int = 0, label: str | None = None, **options: Any
 ) -> None:
-    """A measurement: points at the mean over `seed` with bars from the least to the greatest seed.
+    """Draw a measurement as points at the mean over `seed`, with error bars from the lowest to the highest seed.
 
-    `y` without a `seed` axis is drawn as bare points; a plain array has no seeds.
+    A `y` without the dimension `seed`, such as any plain array, is drawn as points without bars.
     """
     look = {**marker(index), "label": label, **options}
     if not (isinstance(y, xr.DataArray) and "seed" in y.dims):
         axes.plot(np.asarray(x), np.asarray(y), **look)
         return
-    mean, spread = bars(y)
-    axes.errorbar(np.asarray(x), mean, yerr=spread, elinewidth=0.9, capsize=2, **look)
+    mean, distances = bars(y)
+    axes.errorbar(np.asarray(x), mean, yerr=distances, elinewidth=0.9, capsize=2, **look)
 
 
 def bars(y: xr.DataArray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean over `seed`, and how far the least and the greatest seed lie below and above it, [2, ...]."""
+    """Return the mean over `seed`, and the distances [2, ...] from it to the lowest and to the highest seed."""
     mean = y.mean("seed")
-    spread = np.stack([np.asarray(mean - y.min("seed")), np.asarray(y.max("seed") - mean)])
-    return np.asarray(mean), np.maximum(spread, 0.0)  # the mean of equal numbers may round past them
+    distances = np.stack([np.asarray(mean - y.min("seed")), np.asarray(y.max("seed") - mean)])
+    return np.asarray(mean), np.maximum(distances, 0.0)  # rounding may place the mean of equal numbers outside of them
 
 
 def band(axes: Axes, x: ArrayLike, y: xr.DataArray, index: int = 0, label: str | None = None) -> None:
-    """A measured curve with many points: its mean over `seed` as a line, least to greatest as a shaded band."""
+    """Draw a measured curve of many points: the mean over `seed` as a line, lowest to highest seed as a shaded band."""
     axes.plot(np.asarray(x), np.asarray(y.mean("seed")), label=label, **series(index))
     low, high = np.asarray(y.min("seed")), np.asarray(y.max("seed"))
     axes.fill_between(np.asarray(x), low, high, color=COLOURS[index % len(COLOURS)], alpha=0.18, linewidth=0)
@@ -125,28 +138,27 @@ def evenly_spaced(count: int, shown: int) -> list[int]:
 
 
 def letters(axes: np.ndarray) -> None:
-    """Letter the panels (a), (b), … at the upper left, for the caption to refer to."""
+    """Put (a), (b), … before the panels' titles, at the left, so that the caption can refer to them."""
     for letter, panel in zip("abcdefghijklmnopqrstuvwxyz", axes.flat, strict=False):
         panel.set_title(f"({letter})  {panel.get_title()}".rstrip(), loc="left")
         panel.set_title("", loc="center")
 
 
 def save(figure: Figure, stem: Path, *, caption: str) -> None:
-    """Write `stem.svg` for the report, `stem.pdf` for a paper and `stem.txt`, the caption, each whole."""
+    """Write `stem.svg` for the report, `stem.pdf` for a paper, and the caption as `stem.txt`."""
     with style():
-        for suffix, metadata in PICTURES.items():
-
-            def write(temporary: Path, metadata: dict = metadata) -> None:
-                figure.savefig(temporary, metadata=metadata)
-
-            write_whole(stem.with_suffix(suffix), write)
+        for suffix, metadata in FORMATS.items():
+            write_whole(stem.with_suffix(suffix), partial(figure.savefig, metadata=metadata))
     write_text(stem.with_suffix(CAPTION), caption + "\n")
 
 
 def clear(folder: Path, *, keep: Collection[str]) -> None:
-    """Remove the numbered figures of other names that `save` wrote there; what lacks one of its files it did not."""
-    for left in folder.glob("[0-9]*-*.svg"):
-        files = [left.with_suffix(suffix) for suffix in (*PICTURES, CAPTION)]
-        if left.stem not in keep and all(file.is_file() for file in files):
+    """Remove the numbered figures that `save` wrote to `folder` earlier, except for those named in `keep`.
+
+    A picture that lacks one of the files of `save` is left alone: it is somebody else's.
+    """
+    for picture in folder.glob("[0-9]*-*.svg"):
+        files = [picture.with_suffix(suffix) for suffix in (*FORMATS, CAPTION)]
+        if picture.stem not in keep and all(file.is_file() for file in files):
             for file in files:
                 file.unlink()

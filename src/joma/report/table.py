@@ -1,4 +1,4 @@
-"""Claims, studies and checks as tables on the terminal."""
+"""Tables of claims, studies and checks on the terminal, and numbers as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKS = {
 
 
 def number(value: float | None) -> str:
-    """Four significant figures, or a dash for what is not a number.
+    """Return a number as text with four significant digits, or a dash for None.
 
     >>> number(0.99553), number(None)
     ('0.9955', '–')
@@ -26,7 +26,7 @@ def number(value: float | None) -> str:
 
 
 def spread(measured: Mapping[str, Any]) -> str:
-    """Mean ± standard deviation with the range over seeds, or the value alone where there is one.
+    """Return mean ± standard deviation and range over the seeds as text, or the number alone if there is just one.
 
     >>> spread({"mean": 1.0, "sd": 0.1, "min": 0.9, "max": 1.1, "values": [0.9, 1.1]})
     '1 ± 0.1 (0.9 to 1.1)'
@@ -38,7 +38,7 @@ def spread(measured: Mapping[str, Any]) -> str:
 
 
 def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table with wrapped cells, in the house style."""
+    """Return a table with wrapped cells; text in them is shown as it is, only the verdicts of `MARKS` are coloured."""
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=False, expand=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -48,22 +48,22 @@ def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> T
 
 
 def claims(title: str, records: Iterable[Mapping[str, Any]]) -> Table:
-    """What was said, what was expected, what was measured over the seeds, and the verdict."""
+    """Return the table of stored claims: sentence, expected and measured value, and verdict."""
     rows = (
         (record["said"], record["expected"], spread(record["measured"]), MARKS[record["verdict"]]) for record in records
     )
     return grid(title, ("said", "expected", "measured", "verdict"), rows)
 
 
-class _Pipe(Console):
+class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """A reader that has seen enough, `head` say, is no error: leave the verdict to the command line."""
+        """Let the command line decide what a closed pipe means (rich would exit with 1): `joma ... | head` is fine."""
         raise BrokenPipeError
 
 
 def show(table: Table) -> None:
-    """Print a table to standard output; a pipe gets 120 columns."""
-    console = _Pipe()
+    """Print a table to standard output, 120 columns wide if that is not a terminal."""
+    console = _Console()
     if not console.is_terminal:
-        console = _Pipe(width=120)
+        console = _Console(width=120)
     console.print(table)
