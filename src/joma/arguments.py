@@ -25,6 +25,7 @@ class InputError(ValueError):
         expected: what it must be, as it follows "must be" in the message.
         got: what was given instead.
         remedy: what to do, without a full stop.
+        problem: the message without the remedy.
 
     >>> problem = InputError("p0", "to 1", 1.1, "divide it by its sum", must="sum")
     >>> problem.name, problem.remedy
@@ -34,7 +35,8 @@ class InputError(ValueError):
     """
 
     def __init__(self, name: str, expected: str, got: object, remedy: str, *, must: str = "be") -> None:
-        super().__init__(f"`{name}` must {must} {expected}, got {got}; {remedy}.")
+        self.problem = f"`{name}` must {must} {expected}, got {got}"
+        super().__init__(f"{self.problem}; {remedy}.")
         self.name, self.expected, self.got, self.remedy = name, expected, got, remedy
 
 

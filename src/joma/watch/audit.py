@@ -1,9 +1,10 @@
-"""Is a series what it says it is? Faults are named before anything is measured or drawn.
+"""Audit a series of checkpoints: find its faults before anything is measured or drawn.
 
 Public series have had the weights of one step under the name of another, the final shard in the middle of training,
-and steps that are all the same (Pythia's issues 83, 198, 205 and 206). Each checkpoint is judged by a sketch: a few
-runs of values of a few tensors of each file. Weights move along a path, so a checkpoint lies where the detour from its
-neighbours is least; one that would fit elsewhere at less than half the detour is not what its name says.
+and several steps with the same weights (issues 83, 198, 205 and 206 of Pythia). The audit compares sketches of the
+checkpoints: a span of values from each of a few tensors of every file. During training the weights move along a path,
+so that each checkpoint lies where the detour from its neighbours is smallest; a checkpoint that would fit elsewhere
+with less than half the detour is not what its name says.
 """
 
 from __future__ import annotations
@@ -23,41 +24,44 @@ from joma.arguments import InputError
 from joma.progress import SILENT, Progress
 from joma.watch.series import Checkpoint, Checkpoints, Fault, Measure, Store
 
-DIVERGED = "download it again; if it stays so, training had diverged by then"
-TENSORS, RUN = 32, 512  # tensors of a checkpoint that are sampled, and values of each
-FARTHER = 2.0  # a detour this many times the least one is a fault: true series stay at 1
-ENOUGH = 4  # checkpoints below which the order cannot be judged
+NOT_FINITE_REMEDY = "download it again; if nothing changes, the training had diverged by then"
+PUBLISHER_REMEDY = "and report it to the publisher if nothing changes"
+SAMPLED_TENSORS, SPAN = 32, 512  # the number of sampled tensors per checkpoint, and of values from each
+DETOUR_RATIO = 2.0  # a detour this many times the smallest one is a fault; in correct series the ratio is 1
+MIN_CHECKPOINTS = 4  # the order of fewer checkpoints cannot be judged
+_METADATA = "words"  # the key of a sketch's metadata in stores
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What is wrong with a series, and which of its checkpoints are left out for it."""
+    """The faults of a series, and the checkpoints that are left out because of them."""
 
     faults: tuple[Fault, ...]
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Names of checkpoints whose measures would mislead."""
+        """The names of the checkpoints whose measurements would be misleading."""
         return frozenset(name for fault in self.faults for name in fault.left_out)
 
     @property
     def incomplete(self) -> bool:
-        """Whether anything was left out or could not be measured; identical neighbours alone are no such thing."""
-        return any(fault.grave for fault in self.faults)
+        """Whether a checkpoint was left out or not measured; checkpoints that are merely identical do not count."""
+        return any(fault.loses_data for fault in self.faults)
 
 
-def audit(series: Checkpoints, *, store: Store | None = None, progress: Progress = SILENT) -> Audit:
-    """Look for unreadable, foreign, identical and misplaced checkpoints in `series`, and for weights that diverged.
+def audit_series(series: Checkpoints, *, store: Store | None = None, progress: Progress = SILENT) -> Audit:
+    """Find unreadable, foreign, identical and misplaced checkpoints, and those whose weights are not finite.
 
-    The whole series in reverse, or one too short (fewer than four), cannot be told by distances alone.
+    Two faults are invisible to distances between checkpoints: a series that is reversed as a whole, and a wrong order
+    among fewer than four checkpoints.
 
     Args:
         series: the checkpoints.
         store: where sketches are kept, so that a second audit reads nothing.
-        progress: where to show how far it is.
+        progress: where to show the progress.
 
     Returns:
-        The faults; nothing is raised for them, so that the rest of the series can be measured.
+        The faults; none of them raises an error, so that the rest of the series can be measured.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -66,33 +70,33 @@ def audit(series: Checkpoints, *, store: Store | None = None, progress: Progress
     ...     for step in (0, 1, 2):
     ...         (Path(folder) / f"step{step}").mkdir()
     ...         save_file({"w": torch.ones(3, 3) * (step > 1)}, Path(folder) / f"step{step}" / "model.safetensors")
-    ...     [(fault.kind, fault.checkpoints) for fault in audit(Checkpoints(folder)).faults]
+    ...     [(fault.kind, fault.checkpoints) for fault in audit_series(Checkpoints(folder)).faults]
     [('identical', ('step0', 'step1'))]
     """
     faults, sketches = list(series.faults), {}
-    for checkpoint, found in series.measure(SKETCH, store=store, progress=progress):
-        if isinstance(found, InputError):
-            faults.append(Fault.told("unreadable", checkpoint.name, found))
+    for checkpoint, arrays in series.measure(SKETCH, store=store, progress=progress):
+        if isinstance(arrays, InputError):
+            faults.append(Fault.from_error("unreadable", checkpoint.name, arrays))
         else:
-            sketches[checkpoint.name] = Sketch.unpacked(found)
-    faults += [fault for name, sketch in sketches.items() for fault in _diverged(name, sketch)]
-    faults += _foreign(sketches)
-    out = {name for fault in faults for name in fault.left_out}
-    sound = {name: sketch for name, sketch in sketches.items() if name not in out}
-    for file, tensors in _groups(sound):
+            sketches[checkpoint.name] = Sketch.unpack(arrays)
+    faults += [fault for name, sketch in sketches.items() for fault in _not_finite(name, sketch)]
+    faults += _other_architectures(sketches)
+    left_out = {name for fault in faults for name in fault.left_out}
+    sound = {name: sketch for name, sketch in sketches.items() if name not in left_out}
+    for file, tensors in _tensors_by_file(sound):
         faults += _misnamed(sound, tensors, file)
     return Audit(tuple(faults))
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A checkpoint in a few thousand values.
+    """A few thousand values that represent a checkpoint.
 
     Attributes:
-        shapes: of every tensor, by name.
-        file: that each sampled tensor lies in.
-        digest: of each sampled run, so that equal means equal to the last bit.
-        values: the sampled runs.
+        shapes: the shape of every tensor, by name.
+        file: the file of each sampled tensor.
+        digest: a hash of each sampled span; equal hashes mean equal bits.
+        values: the sampled spans.
     """
 
     shapes: Mapping[str, list[int]]
@@ -100,69 +104,72 @@ class Sketch:
     digest: Mapping[str, str]
     values: Mapping[str, np.ndarray]
 
-    def packed(self) -> dict[str, np.ndarray]:
-        """As named arrays, for the store."""
-        words = {"shapes": dict(self.shapes), "file": dict(self.file), "digest": dict(self.digest)}
-        return {"words": np.frombuffer(json.dumps(words).encode(), dtype=np.uint8).copy(), **self.values}
+    def pack(self) -> dict[str, np.ndarray]:
+        """Return the sketch as named arrays, for the store."""
+        metadata = {"shapes": dict(self.shapes), "file": dict(self.file), "digest": dict(self.digest)}
+        return {_METADATA: np.frombuffer(json.dumps(metadata).encode(), dtype=np.uint8).copy(), **self.values}
 
     @classmethod
-    def unpacked(cls, arrays: Mapping[str, np.ndarray]) -> Sketch:
-        """From named arrays."""
-        words = json.loads(arrays["words"].tobytes())
-        return cls(**words, values={name: arrays[name] for name in words["file"]})
+    def unpack(cls, arrays: Mapping[str, np.ndarray]) -> Sketch:
+        """Return the sketch that `pack` turned into named arrays."""
+        metadata = json.loads(arrays[_METADATA].tobytes())
+        return cls(**metadata, values={name: arrays[name] for name in metadata["file"]})
 
 
-def sketch(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    """Sample the same runs of the same tensors of every checkpoint, from each of its files."""
-    each = max(2, TENSORS // len(checkpoint.files))
+def sample(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Return the sketch of a checkpoint: the same spans of the same tensors for every checkpoint, from each file."""
+    per_file = max(2, SAMPLED_TENSORS // len(checkpoint.files))
     file, digest, values = {}, {}, {}
-    for place, weights in checkpoint.files.items():
+    for file_name, weights in checkpoint.files.items():
         matrices = [name for name in weights.names() if len(weights.shape(name)) > 1] or weights.names()
-        for name in sorted(matrices, key=_number)[:each]:
+        for name in sorted(matrices, key=_hash)[:per_file]:
             size = int(np.prod(weights.shape(name)))
-            start = _number(name) % max(1, size - RUN + 1)
-            run = weights.part(name, start, min(size, start + RUN)).double().numpy()
-            file[name], digest[name] = place, hashlib.sha256(run.tobytes()).hexdigest()[:16]
-            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is told
-                values[name] = run.astype(np.float32)
+            start = _hash(name) % max(1, size - SPAN + 1)
+            span = weights.part(name, start, min(size, start + SPAN)).double().numpy()
+            file[name], digest[name] = file_name, hashlib.sha256(span.tobytes()).hexdigest()[:16]
+            with np.errstate(over="ignore"):  # values beyond float32 become infinite, which is a fault
+                values[name] = span.astype(np.float32)
     shapes = {name: list(checkpoint.shape(name)) for name in checkpoint.names()}
-    return Sketch(shapes, file, digest, values).packed()
+    return Sketch(shapes, file, digest, values).pack()
 
 
-def _number(name: str) -> int:
-    """A number that looks random and depends on the name alone."""
+def _hash(name: str) -> int:
+    """Return a pseudo-random number that depends on the name alone."""
     return zlib.crc32(name.encode())
 
 
-SKETCH = Measure("audit", 1, sketch, {"tensors": TENSORS, "run": RUN})
+SKETCH = Measure("audit", 1, sample, {"tensors": SAMPLED_TENSORS, "run": SPAN})
 
 
-def _diverged(name: str, sketch: Sketch) -> Iterator[Fault]:
-    """The fault of a checkpoint with weights that are no numbers: it is at no distance from the others."""
-    found = [tensor for tensor, run in sketch.values.items() if not np.isfinite(run).all()]
-    if found:
-        said = f"{name} has weights that are NaN or infinite ({_listed(found)})"
-        yield Fault("not finite", (name,), said, DIVERGED, (name,))
+def _not_finite(name: str, sketch: Sketch) -> Iterator[Fault]:
+    """Yield a fault if weights of the checkpoint are NaN or infinite: its distance to others is undefined."""
+    tensors = [tensor for tensor, span in sketch.values.items() if not np.isfinite(span).all()]
+    if tensors:
+        message = f"{name} has weights that are NaN or infinite ({_enumerate(tensors)})"
+        yield Fault("not finite", (name,), message, NOT_FINITE_REMEDY, (name,))
 
 
-def _foreign(sketches: Mapping[str, Sketch]) -> Iterator[Fault]:
-    """Checkpoints whose tensors have other names or shapes than most."""
+def _other_architectures(sketches: Mapping[str, Sketch]) -> Iterator[Fault]:
+    """Yield a fault for each checkpoint whose tensors have other names or shapes than those of the majority."""
     if not sketches:
         return
-    signature = {name: json.dumps(sorted(sketch.shapes.items())) for name, sketch in sketches.items()}
-    usual, _ = Counter(signature.values()).most_common(1)[0]
-    example = next(sketch for name, sketch in sketches.items() if signature[name] == usual)
+    signatures = {name: json.dumps(sorted(sketch.shapes.items())) for name, sketch in sketches.items()}
+    usual, _ = Counter(signatures.values()).most_common(1)[0]
+    example = next(sketch for name, sketch in sketches.items() if signatures[name] == usual)
     for name, sketch in sketches.items():
-        if signature[name] != usual:
+        if signatures[name] != usual:
             tensors = sorted({*sketch.shapes, *example.shapes})
-            other = next(one for one in tensors if sketch.shapes.get(one) != example.shapes.get(one))
-            here, there = (one.shapes.get(other, "no such tensor") for one in (sketch, example))
-            said = f"{name} is of another architecture: {other} is {here} here and {there} in the others"
-            yield Fault("architecture", (name,), said, "check its revision or leave it out", (name,))
+            different = next(tensor for tensor in tensors if sketch.shapes.get(tensor) != example.shapes.get(tensor))
+            here, elsewhere = (shapes.get(different, "missing") for shapes in (sketch.shapes, example.shapes))
+            message = f"{name} has another architecture: {different} is {here} here and {elsewhere} in the others"
+            yield Fault("architecture", (name,), message, "check its revision or leave it out", (name,))
 
 
-def _groups(sketches: Mapping[str, Sketch]) -> list[tuple[str, list[str]]]:
-    """The sampled tensors of each file, or all as one where checkpoints are cut into files differently."""
+def _tensors_by_file(sketches: Mapping[str, Sketch]) -> list[tuple[str, list[str]]]:
+    """Return the sampled tensors of each file, or of all files together if the checkpoints are sharded differently.
+
+    The name of the file is empty where it does not matter.
+    """
     if not sketches:
         return []
     layouts = [dict(sketch.file) for sketch in sketches.values()]
@@ -170,73 +177,86 @@ def _groups(sketches: Mapping[str, Sketch]) -> list[tuple[str, list[str]]]:
     if any({name: layout[name] for name in common} != layouts[0] for layout in layouts):
         return [("", common)]
     files = sorted(set(layouts[0].values()))
-    named = files if len(files) > 1 else [""]
+    labels = files if len(files) > 1 else [""]
     return [
-        (label, [name for name in common if layouts[0][name] == file]) for label, file in zip(named, files, strict=True)
+        (label, [name for name in common if layouts[0][name] == file])
+        for label, file in zip(labels, files, strict=True)
     ]
 
 
 def _misnamed(sketches: Mapping[str, Sketch], tensors: Sequence[str], file: str) -> list[Fault]:
-    """Checkpoints, or their parts in one file, that are identical to others or lie out of order."""
+    """Return the faults of checkpoints, or of their parts in `file`, that are identical to others or out of order."""
     names = list(sketches)
     digests = [tuple(sketch.digest[tensor] for tensor in tensors) for sketch in sketches.values()]
     between = distances([sketch.values for sketch in sketches.values()], tensors)
-    part = f"the weights in {file} of " if file else ""
-    faults, out = [], set()
-    for cluster in _clusters(digests):
-        kept, dropped = _true_run(cluster, between, [i for i in range(len(names)) if digests.count(digests[i]) == 1])
-        listed = tuple(names[i] for i in cluster)
-        said = f"{part}{_listed(listed)} are the same in every value sampled"
-        remedy = "download them again, unless training stood still there"
-        if cluster[0] == 0:
-            remedy = "as it should be before the first update, as where the rate warms up from 0; else download again"
-        if dropped:
-            said += f"; they fit {names[kept[0]]} best"
-            remedy = "download them again, and tell whoever published them if it stays so"
-        faults.append(Fault("identical", listed, said, remedy, tuple(names[i] for i in dropped)))
-        out |= set(dropped)
-    rest = [i for i in range(len(names)) if i not in out]
-    for place, before, after in misplaced(between[np.ix_(rest, rest)]):
-        name, low, high = names[rest[place]], *(None if i is None else names[rest[i]] for i in (before, after))
+    weights = f"the weights in {file} of" if file else "the weights of"
+    unique = [index for index in range(len(names)) if digests.count(digests[index]) == 1]
+    faults, left_out = [], set()
+    for cluster in _identical(digests):
+        kept, dropped = _best_fit(cluster, between, unique)
+        faults.append(_identical_fault(names, cluster, kept, dropped, weights))
+        left_out |= set(dropped)
+    rest = [index for index in range(len(names)) if index not in left_out]
+    for point, before, after in misplaced(between[np.ix_(rest, rest)]):
+        name, low, high = names[rest[point]], *(None if i is None else names[rest[i]] for i in (before, after))
         where = f"between {low} and {high}" if low and high else (f"after {low}" if low else f"before {high}")
-        remedy = "download it again, and tell whoever published it if it stays so"
-        faults.append(Fault("misplaced", (name,), f"{part}{name} belong {where}", remedy, (name,)))
+        message = f"{weights} {name} belong {where}"
+        faults.append(Fault("misplaced", (name,), message, f"download it again, {PUBLISHER_REMEDY}", (name,)))
     return faults
 
 
-def _listed(names: Sequence[str]) -> str:
+def _identical_fault(
+    names: Sequence[str], cluster: Sequence[int], kept: Sequence[int], dropped: Sequence[int], weights: str
+) -> Fault:
+    """Return the fault of the checkpoints `cluster`, which are identical; those in `dropped` are left out."""
+    checkpoints = tuple(names[index] for index in cluster)
+    message = f"{weights} {_enumerate(checkpoints)} are the same in every sampled value"
+    remedy = "download them again, unless the training stood still there"
+    if cluster[0] == 0:
+        remedy = (
+            "correct before the first update, for example if the learning rate warms up from 0; else download again"
+        )
+    if dropped:
+        message += f"; they fit best as {names[kept[0]]}"
+        remedy = f"download them again, {PUBLISHER_REMEDY}"
+    return Fault("identical", checkpoints, message, remedy, tuple(names[index] for index in dropped))
+
+
+def _enumerate(names: Sequence[str]) -> str:
     shown = ", ".join(names[:6])
     return f"{shown} and {len(names) - 6} more" if len(names) > 6 else shown
 
 
-def _clusters(digests: Sequence[tuple[str, ...]]) -> Iterator[list[int]]:
-    """The checkpoints of each set of two or more that are equal."""
-    for digest, count in Counter(digests).items():
+def _identical(digests: Sequence[tuple[str, ...]]) -> Iterator[list[int]]:
+    """Yield the indices of each set of two or more equal checkpoints."""
+    for repeated, count in Counter(digests).items():
         if count > 1:
-            yield [i for i, own in enumerate(digests) if own == digest]
+            yield [index for index, digest in enumerate(digests) if digest == repeated]
 
 
-def _true_run(
+def _best_fit(
     cluster: Sequence[int], between: Float[np.ndarray, "n n"], unique: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Of identical checkpoints, the run of neighbours that fits its place best, and the others.
+    """Split identical checkpoints into the group of neighbours that fits its place best, and the others.
 
-    Places are judged against those that are like no other: a wrong one would vouch for its copies.
+    A place is judged by the checkpoints in `unique`, which equal no other: a wrong one would vouch for its copies.
     """
-    runs = [[i for _, i in run] for _, run in groupby(enumerate(cluster), key=lambda pair: pair[1] - pair[0])]
-    if len(runs) == 1:
-        return runs[0], []
+    groups = [
+        [index for _, index in group] for _, group in groupby(enumerate(cluster), key=lambda pair: pair[1] - pair[0])
+    ]
+    if len(groups) == 1:
+        return groups[0], []
     anchors = sorted(unique)
     costs = []
-    for run in runs:
-        place = int(np.searchsorted(anchors, run[0]))
-        costs.append(detours(between[run[0]], anchors, between)[place] if anchors else 0.0)
+    for group in groups:
+        gap = int(np.searchsorted(anchors, group[0]))
+        costs.append(detours(between[group[0]], anchors, between)[gap] if anchors else 0.0)
     best = int(np.argmin(costs))
-    return runs[best], [i for place, run in enumerate(runs) for i in run if place != best]
+    return groups[best], [index for number, group in enumerate(groups) for index in group if number != best]
 
 
 def distances(values: Sequence[Mapping[str, np.ndarray]], tensors: Sequence[str]) -> Float[np.ndarray, "n n"]:
-    """Root mean square over tensors of ‖x_i − x_j‖, each tensor relative to its median norm."""
+    """Return the root mean square over tensors of ‖x_i − x_j‖, each tensor relative to its median norm."""
     squared = np.zeros((len(values), len(values)))
     for tensor in tensors:
         points = np.stack([value[tensor] for value in values]).astype(np.float64)
@@ -248,38 +268,52 @@ def distances(values: Sequence[Mapping[str, np.ndarray]], tensors: Sequence[str]
 
 
 def detours(
-    own: Float[np.ndarray, " n"], path: Sequence[int], between: Float[np.ndarray, "n n"]
+    from_point: Float[np.ndarray, " n"], path: Sequence[int], between: Float[np.ndarray, "n n"]
 ) -> Float[np.ndarray, " gaps"]:
-    """By how much the path gets longer if a point is put before, between or after its stations.
+    """Return by how much `path` gets longer if a point x is inserted before, between or after its stations.
 
-    d(k, x) + d(x, k+1) − d(k, k+1) in a gap, and d(end, x) at an end.
+    d(k, x) + d(x, k+1) − d(k, k+1) for a gap between two stations, and d(end, x) for an end.
+
+    Args:
+        from_point: the distances d(x, ·).
+        path: the stations, in order.
+        between: the distances between all points.
     """
-    there = own[list(path)]
+    to_stations = from_point[list(path)]
     legs = np.array([between[a, b] for a, b in pairwise(path)])
-    return np.concatenate([there[:1], there[:-1] + there[1:] - legs, there[-1:]])
+    return np.concatenate([to_stations[:1], to_stations[:-1] + to_stations[1:] - legs, to_stations[-1:]])
 
 
 def misplaced(between: Float[np.ndarray, "n n"]) -> list[tuple[int, int | None, int | None]]:
-    """Points that would fit elsewhere at less than 1/`FARTHER` of the detour, with the stations of that gap.
+    """Return the points that would fit elsewhere with less than 1/`DETOUR_RATIO` of their detour.
 
-    The one whose move shortens the path most is taken out first and the others are judged without it, since a wrong
-    point makes a gap that its neighbours seem to fit. Stations are among those that are left in the end.
+    The point whose move shortens the path most is removed first and the others are judged without it, since a wrong
+    point leaves a gap that its neighbours seem to fit.
+
+    Args:
+        between: the distances between all points, which are in training order.
+
+    Returns:
+        Each misplaced point with the stations before and after its proper place, None at an end. Stations are points
+        that are not misplaced themselves.
     """
-    path, found = list(range(len(between))), []
-    while len(path) >= ENOUGH:
-        savings = [_saving(i, path, between) for i in path]
+    path, removed = list(range(len(between))), []
+    while len(path) >= MIN_CHECKPOINTS:
+        savings = [_saving(point, path, between) for point in path]
         worst = int(np.argmax(savings))
         if savings[worst] <= 0:
             break
-        found.append(path.pop(worst))
-    gaps = {own: int(np.argmin(detours(between[own], path, between))) for own in sorted(found)}
-    return [(own, path[gap - 1] if gap else None, path[gap] if gap < len(path) else None) for own, gap in gaps.items()]
+        removed.append(path.pop(worst))
+    gaps = {point: int(np.argmin(detours(between[point], path, between))) for point in sorted(removed)}
+    return [
+        (point, path[gap - 1] if gap else None, path[gap] if gap < len(path) else None) for point, gap in gaps.items()
+    ]
 
 
-def _saving(own: int, path: Sequence[int], between: Float[np.ndarray, "n n"]) -> float:
-    """By how much the least detour is shorter than the own one, 0 where that is no fault."""
-    place = path.index(own)
-    costs = detours(between[own], [*path[:place], *path[place + 1 :]], between)
-    noise = 1e-6 * between.max()  # rounding, where a point lies on the path exactly
-    faulty = costs[place] + noise > FARTHER * (costs.min() + noise)
-    return float(costs[place] - costs.min()) if faulty else 0.0
+def _saving(point: int, path: Sequence[int], between: Float[np.ndarray, "n n"]) -> float:
+    """Return by how much the path gets shorter if `point` moves to its best place; 0 if it is not misplaced."""
+    position = path.index(point)
+    costs = detours(between[point], [*path[:position], *path[position + 1 :]], between)
+    noise = 1e-6 * between.max()  # rounding, if a point lies exactly on the path
+    is_misplaced = costs[position] + noise > DETOUR_RATIO * (costs.min() + noise)
+    return float(costs[position] - costs.min()) if is_misplaced else 0.0

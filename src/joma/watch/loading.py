@@ -1,8 +1,8 @@
-"""Whole models and tokens from a checkpoint's folder, by transformers: never with code of the folder's own."""
+"""Load models and tokenise text from a checkpoint's folder with transformers; code in the folder is never run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,27 +13,27 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError
 from joma.data.text import corpus
-from joma.watch.series import CONFIG
+from joma.watch.locations import CONFIG
 from joma.watch.weight_files import Unreadable
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-POOLER = "pooler."  # of encoders, which their pretraining has no use for: it comes after all attention
-ONLY_WEIGHTS = "(its weights are measured all the same)"
+POOLER = "pooler."  # an encoder's pooler follows all attention, and pretrained models often come without its weights
+ONLY_WEIGHTS = "(its weights are measured anyway)"
 
 
 def transformers() -> Any:
-    """The package, or what to install."""
+    """Return the package `transformers`, or raise an error that says how to install it."""
     try:
         import transformers
     except ImportError:
         remedy = "run `pip install 'joma[hf]'`"
-        raise InputError("transformers", "installed, to run a model", "no such package", remedy) from None
+        raise InputError("transformers", "installed to run a model", "no such package", remedy) from None
     return transformers
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers and the hub from writing to the terminal, and put their settings back afterwards."""
+    """Keep transformers from writing to the terminal inside the block; its settings are restored afterwards."""
     logging = transformers().utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
@@ -46,34 +46,39 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def configuration(folder: Path, name: str) -> Any:
-    """The config of the model in `folder`, or in the folder above as for a series that shares one."""
-    place = next((place for place in (folder, folder.parent) if (place / CONFIG).is_file()), None)
-    if place is None:
-        raise Unreadable(
-            name, "a model with a config.json", "none", f"add it to have attention measured {ONLY_WEIGHTS}"
-        )
-    with _told(name):
-        return transformers().AutoConfig.from_pretrained(place, trust_remote_code=False)
+def load_config(folder: Path, name: str) -> Any:
+    """Load the config of the model in `folder`, or of its parent folder if the checkpoints of a series share one.
+
+    Args:
+        folder: the checkpoint's folder.
+        name: the checkpoint's name in error messages.
+    """
+    config_folder = _folder_with(folder, (CONFIG,))
+    if config_folder is None:
+        remedy = f"add it to have attention measured {ONLY_WEIGHTS}"
+        raise Unreadable(name, "a model with a config.json", "none", remedy)
+    with _loading_errors(name):
+        return transformers().AutoConfig.from_pretrained(config_folder, trust_remote_code=False)
 
 
 def load(folder: Path, name: str) -> nn.Module:
-    """The model in `folder` without its head, in float32, ready to be run."""
-    with quiet(), _told(name):
-        config = configuration(folder, name)
+    """Load the model in `folder` without its head, in float32 and evaluation mode."""
+    with quiet(), _loading_errors(name):
+        config = load_config(folder, name)
         options = {"config": config, "trust_remote_code": False, "output_loading_info": True}
-        model, found = transformers().AutoModel.from_pretrained(folder, **options)
-    missing = sorted(own for own in found["missing_keys"] if not own.startswith(POOLER))
-    if missing:  # transformers would have drawn them at random
+        model, info = transformers().AutoModel.from_pretrained(folder, **options)
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith(POOLER))
+    if missing:  # transformers has initialised them at random
         got = f"no {missing[0]}" + (f" and {len(missing) - 1} more missing" if len(missing) > 1 else "")
         remedy = f"check its config.json against the names of its weights {ONLY_WEIGHTS}"
-        raise Unreadable(name, f"weights of the {type(model).__name__} that its config.json describes", got, remedy)
+        expected = f"all weights of the {type(model).__name__} that its config.json describes"
+        raise Unreadable(name, expected, got, remedy, must="have")
     return model.float().eval()
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
-    """What transformers cannot load, in one line."""
+def _loading_errors(name: str) -> Iterator[None]:
+    """Turn the errors of transformers into one-line errors about the checkpoint `name`."""
     try:
         yield
     except InputError:
@@ -82,42 +87,55 @@ def _told(name: str) -> Iterator[None]:
         text = str(cause).strip()
         reason = text.splitlines()[0] if text else type(cause).__name__
         if "trust_remote_code" in text:
-            reason = "an architecture that is code of its own, which is never run"
+            reason = "an architecture with code of its own, which is never run"
         remedy = f"check its config.json against transformers {transformers().__version__} {ONLY_WEIGHTS}"
         raise Unreadable(name, "a model that transformers can load", reason, remedy) from None
 
 
 def default_text(size: int = 200_000) -> str:
-    """The beginning of the embedded corpus."""
+    """Return the first `size` bytes of the embedded corpus."""
     return bytes(corpus(tokeniser="bytes").train[:size].astype("uint8")).decode(errors="replace")
 
 
 def encode(text: str, folder: Path, name: str, *, length: int, count: int) -> Int[Tensor, "sequence position"]:
-    """Up to `count` x `length` tokens, by the model's own tokenizer or, without one, as bytes.
+    """Encode up to `count` x `length` tokens of `text` with the model's tokenizer, or as bytes if it has none.
 
-    A model that takes shorter sequences gets more of them.
+    A model with a smaller maximum length gets more sequences.
+
+    Args:
+        text: the text.
+        folder: the checkpoint's folder.
+        name: the checkpoint's name in error messages.
+        length: tokens per sequence.
+        count: sequences.
     """
-    config = configuration(folder, name)
+    config = load_config(folder, name)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    words = getattr(config, "vocab_size", None)
-    if not words:
-        remedy = "give a language model, or use `joma.watch.attention` on your own input"
-        raise Unreadable(name, "a model of text", f"one of {type(config).__name__}", f"{remedy} {ONLY_WEIGHTS}")
-    ids = _tokens(text, folder, name)
-    if len(ids) < 2:
-        raise InputError("text", "at least two tokens long", f"{len(ids)}", "give a longer text")
-    if max(ids) >= words:
-        got = f"token {max(ids)} where {words} are known"
-        raise Unreadable(name, "a model with its tokenizer", got, f"add its tokenizer's files {ONLY_WEIGHTS}")
-    longest = min(length, getattr(config, "max_position_embeddings", None) or length, len(ids))
-    rows = min(count * length, len(ids)) // longest
-    return torch.tensor(ids[: rows * longest], device="cpu").reshape(rows, longest)
+    vocabulary = getattr(config, "vocab_size", None)
+    if not vocabulary:
+        remedy = f"give a language model, or use `joma.watch.attention` with your own input {ONLY_WEIGHTS}"
+        raise Unreadable(name, "a language model", f"one described by {type(config).__name__}", remedy)
+    tokens = _tokenise(text, folder, name)
+    if len(tokens) < 2:
+        raise InputError("text", "at least two tokens long", f"{len(tokens)}", "give a longer text")
+    if max(tokens) >= vocabulary:
+        got = f"token {max(tokens)} for a vocabulary of {vocabulary}"
+        raise Unreadable(name, "a model with its tokenizer", got, f"add the tokenizer's files {ONLY_WEIGHTS}")
+    positions = min(length, getattr(config, "max_position_embeddings", None) or length, len(tokens))
+    sequences = min(count * length, len(tokens)) // positions
+    return torch.tensor(tokens[: sequences * positions], device="cpu").reshape(sequences, positions)
 
 
-def _tokens(text: str, folder: Path, name: str) -> list[int]:
-    place = next((p for p in (folder, folder.parent) if any((p / file).is_file() for file in TOKENIZERS)), None)
-    if place is None:
+def _tokenise(text: str, folder: Path, name: str) -> list[int]:
+    tokenizer_folder = _folder_with(folder, TOKENIZERS)
+    if tokenizer_folder is None:
         return list(text.encode())
-    with quiet(), _told(name):
-        tokenizer = transformers().AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    with quiet(), _loading_errors(name):
+        tokenizer = transformers().AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _folder_with(folder: Path, files: Collection[str]) -> Path | None:
+    """Return `folder` or its parent, the first that has any of `files`."""
+    candidates = (folder, folder.parent)
+    return next((path for path in candidates if any((path / file).is_file() for file in files)), None)

@@ -1,7 +1,7 @@
-"""Series of checkpoints in training order: revisions on the hub, or folders of this machine.
+"""Series of checkpoints in training order: revisions of a repository on the hub, or local folders.
 
-Nothing is read before it is asked for, one tensor at a time, and what was measured of a checkpoint is kept under the
-identity of its content: a series of any length needs the memory of one tensor, and is never read twice.
+Checkpoints are read lazily, one tensor at a time, and each measurement is stored under an identity of the checkpoint's
+content: a series of any length needs the memory of a single tensor, and is never read twice.
 """
 
 from __future__ import annotations
@@ -22,54 +22,52 @@ from torch import Tensor
 from joma.arguments import InputError
 from joma.files import storage_error, write_bytes
 from joma.progress import SILENT, Progress
-from joma.watch.weight_files import Bytes, Entry, Meter, Unreadable, Weights, local_bytes, weight_files
+from joma.watch.locations import CONFIG, Folders, Hub
+from joma.watch.weight_files import ByteCounter, FileEntry, WeightFile, select_weight_files
 
-# How series are named, each with the group `step`; tried together unless a pattern is given.
+# How the checkpoints of known series are named, each with the group `step`; all are tried unless a pattern is given.
 PATTERNS = {
     "step": r"(?:global_)?step[-_]?(?P<step>\d+)",  # Pythia, and many others
-    "checkpoint": r"checkpoint-(?P<step>\d+)",  # the Trainer's folders
-    "olmo": r"(?:stage1-)?step(?P<step>\d+)-tokens\d+B",  # its second stage starts to count anew: give a pattern
+    "checkpoint": r"checkpoint-(?P<step>\d+)",  # folders of the Hugging Face Trainer
+    "olmo": r"(?:stage1-)?step(?P<step>\d+)-tokens\d+B",  # stage 2 counts its steps from 0 again: give a pattern for it
 }
-FILES = (".safetensors", ".bin", ".index.json")
-CONFIG = "config.json"  # says how the weights are run
-DESCRIPTIONS = ("*.json", "*.txt", "*.model")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something wrong with a series.
+    """Something that is wrong with a series.
 
     Attributes:
-        kind: what, in one or two words.
-        checkpoints: the names of those concerned.
-        said: what is wrong.
+        kind: the kind of fault, in one or two words.
+        checkpoints: the names of the checkpoints that have it.
+        message: what is wrong.
         remedy: what to do.
-        left_out: those of them whose measures would mislead, and which are therefore not measured.
+        left_out: those of the checkpoints that are not measured, because the results would be misleading.
     """
 
     kind: str
     checkpoints: tuple[str, ...]
-    said: str
+    message: str
     remedy: str
     left_out: tuple[str, ...] = ()
 
     @classmethod
-    def told(cls, kind: str, name: str, problem: InputError) -> Fault:
-        """The fault of one checkpoint that bad input stands for; its message ends with the remedy."""
-        said, remedy = str(problem).rstrip(".").rsplit("; ", 1)
-        return cls(kind, (name,), said, remedy, (name,))
+    def from_error(cls, kind: str, checkpoint: str, error: InputError, *, left_out: bool = True) -> Fault:
+        """Return the fault of the one checkpoint that `error` was raised for."""
+        return cls(kind, (checkpoint,), error.problem, error.remedy, (checkpoint,) if left_out else ())
 
     @property
-    def grave(self) -> bool:
-        """Whether anything was left out or could not be measured; identical neighbours alone are no such thing."""
+    def loses_data(self) -> bool:
+        """Whether a checkpoint was left out or not measured; checkpoints that are merely identical lose nothing."""
         return bool(self.left_out) or self.kind != "identical"
 
     def __str__(self) -> str:
-        return f"{self.said}; {self.remedy}."
+        return f"{self.message}; {self.remedy}."
 
 
 class Checkpoint:
-    """One checkpoint of a series: its step and its tensors, read when they are asked for.
+    """A checkpoint of a series: its training step and its tensors, which are read on demand.
 
     Attributes:
         name: the revision or the folder.
@@ -81,82 +79,91 @@ class Checkpoint:
         name: str,
         step: int,
         *,
-        entries: Callable[[], Mapping[str, Entry]],
+        entries: Callable[[], Mapping[str, FileEntry]],
         folder: Callable[[Iterable[str]], Path],
-        meter: Meter,
+        counter: ByteCounter,
     ) -> None:
-        self.name, self.step, self.meter = name, step, meter
+        self.name, self.step, self.counter = name, step, counter
         self._entries, self._folder = entries, folder
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.name!r}, step={self.step})"
 
     @cached_property
-    def entries(self) -> Mapping[str, Entry]:
-        """Every file of the checkpoint."""
+    def entries(self) -> Mapping[str, FileEntry]:
+        """All files of the checkpoint, by name."""
         return self._entries()
 
     @property
     def identity(self) -> str:
-        """Changes whenever a file of weights or the config does: from sizes and times, or the hub's checksums.
+        """A hash that changes whenever a weight file or the config does.
 
-        Nothing is read for it.
+        It is computed from sizes and modification times, or the hub's checksums; no file is read.
         """
-        named = {name: entry for name, entry in self.entries.items() if name == CONFIG or name.endswith(FILES)}
-        relevant = sorted((name, entry.identity) for name, entry in named.items())
+        identities = {name: entry.identity for name, entry in self.entries.items()}
+        relevant = sorted(
+            (name, identity)
+            for name, identity in identities.items()
+            if name == CONFIG or name.endswith(WEIGHT_SUFFIXES)
+        )
         return hashlib.sha256(json.dumps(relevant).encode()).hexdigest()
 
     @cached_property
-    def files(self) -> Mapping[str, Weights]:
-        """The files that hold the weights, by name."""
-        found = weight_files(self.entries, self.name, self.meter)
-        return {name: entry.open(self.meter) for name, entry in found.items()}
+    def files(self) -> Mapping[str, WeightFile]:
+        """The weight files, by name."""
+        return {name: entry.open(self.counter) for name, entry in self._weight_entries().items()}
+
+    def _weight_entries(self) -> dict[str, FileEntry]:
+        return select_weight_files(self.entries, self.name, self.counter)
 
     def folder(self, *, weights: bool = True) -> Path:
-        """A local folder to load the whole model from; what lies on the hub is downloaded into the hub's own cache."""
-        return self._folder(weight_files(self.entries, self.name, self.meter) if weights else ())
+        """Return a local folder to load the model from; files on the hub are downloaded into the hub's cache.
+
+        With `weights=False` only the files that describe the model and its tokenizer are needed.
+        """
+        return self._folder(self._weight_entries() if weights else ())
 
     @cached_property
     def layout(self) -> Mapping[str, str]:
-        """The file that each tensor lies in, by the tensor's name, sorted."""
+        """The file of each tensor, by the tensor's name, sorted."""
         return dict(sorted((name, file) for file, weights in self.files.items() for name in weights.names()))
 
     def names(self) -> tuple[str, ...]:
-        """The tensors, sorted."""
+        """Return the names of the tensors, sorted."""
         return tuple(self.layout)
 
-    def _holding(self, name: str) -> Weights:
+    def _file_of(self, name: str) -> WeightFile:
         if name not in self.layout:
             raise InputError("name", f"a tensor of {self.name}", repr(name), "see `names()`")
         return self.files[self.layout[name]]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from the header alone."""
-        return self._holding(name).shape(name)
+        """Return the shape of a tensor, read from the header alone."""
+        return self._file_of(name).shape(name)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor, in the type it is stored in or converted."""
-        return self._holding(name).tensor(name, dtype)
+        """Return a tensor in the dtype that it is stored in, or converted to `dtype`."""
+        return self._file_of(name).tensor(name, dtype)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """The values `start` to `stop` of a tensor's flattened form, and nothing else of it."""
-        return self._holding(name).part(name, start, stop)
+        """Return the values `start` to `stop` of a flattened tensor, and read nothing else of it."""
+        return self._file_of(name).part(name, start, stop)
 
 
 class Checkpoints(Sequence[Checkpoint]):
     r"""A series of checkpoints in training order, read lazily.
 
-    A folder holds one subfolder a checkpoint (`step1000`, or `checkpoint-1000` as the Trainer names them), each with
-    `model.safetensors`, shards and their index, or `pytorch_model.bin`. On the hub each revision is a checkpoint. A
-    folder or a repository without any such is a series of one. Every pass makes new `Checkpoint` objects, so that
-    nothing of one that went by is kept.
+    A folder has one subfolder per checkpoint (`step1000`, or `checkpoint-1000` as the Hugging Face Trainer names them),
+    each with `model.safetensors`, shards and their index, or `pytorch_model.bin`. On the hub each revision is a
+    checkpoint. A folder or a repository that holds a single model is a series of one. Every iteration creates new
+    `Checkpoint` objects, so that nothing of the earlier ones stays in memory.
 
     Args:
-        source: a folder, or a repository of the hub such as "EleutherAI/pythia-70m".
-        pattern: a regular expression for the whole name, with a group `step`, or a name in `PATTERNS`;
+        source: a folder, or a repository on the hub such as "EleutherAI/pythia-70m".
+        pattern: a regular expression for the whole name, with a group `step`, or a key of `PATTERNS`;
             by default all of those are tried.
-        revisions: the name or names to take, instead of all that match; unknown ones are listed in `faults`.
-        endpoint: another hub than huggingface.co (or than HF_ENDPOINT).
+        revisions: the name or names to use, instead of all that match; unknown ones are listed in `faults`.
+        endpoint: the URL of another hub than huggingface.co (or than HF_ENDPOINT).
 
     >>> import tempfile, torch
     >>> from safetensors.torch import save_file
@@ -164,7 +171,7 @@ class Checkpoints(Sequence[Checkpoint]):
     ...     for step in (1000, 0, 512):
     ...         (Path(folder) / f"step{step}").mkdir()
     ...         save_file({"w": torch.full((2,), step)}, Path(folder) / f"step{step}" / "model.safetensors")
-    ...     [(one.step, one.tensor("w").tolist()) for one in Checkpoints(folder)]
+    ...     [(checkpoint.step, checkpoint.tensor("w").tolist()) for checkpoint in Checkpoints(folder)]
     [(0, [0, 0]), (512, [512, 512]), (1000, [1000, 1000])]
     """
 
@@ -176,56 +183,44 @@ class Checkpoints(Sequence[Checkpoint]):
         revisions: str | Sequence[str] | None = None,
         endpoint: str | None = None,
     ) -> None:
-        if not str(source).strip():  # a path without a name would be the current folder
-            raise InputError("source", "a folder or a repository", "no name", "write `.` for the current folder")
+        if not str(source).strip():  # an empty path would be the current folder
+            raise InputError("source", "a folder or a repository", "an empty name", "write `.` for the current folder")
         revisions = [revisions] if isinstance(revisions, str) else revisions
-        self.source, self.meter, self.faults = str(source), Meter(), ()
-        self._place: Folders | Hub = Folders(Path(source)) if Path(source).is_dir() else Hub(str(source), endpoint)
-        matches = _compiled(pattern)
-        known = self._place.names()
-        chosen = known
+        self.source, self.counter, self.faults = str(source), ByteCounter(), ()
+        self._location: Folders | Hub = Folders(Path(source)) if Path(source).is_dir() else Hub(str(source), endpoint)
+        expressions = _compile(pattern)
+        available = self._location.names()
+        chosen = available
         if revisions is not None:
-            chosen, unknown = [name for name in revisions if name in known], sorted(set(revisions) - set(known))
-            self.faults = tuple(self._unknown(name, known) for name in unknown)
-        self._members, without = _ordered(chosen, matches, pattern)
-        if revisions is not None and len(chosen) == 1:  # a lone revision that was asked for needs no step in its name
+            chosen = [name for name in revisions if name in available]
+            unknown = sorted(set(revisions) - set(available))
+            self.faults = tuple(_unknown_revision(self.source, name, available) for name in unknown)
+        self._members, without_step = _in_training_order(chosen, expressions, pattern)
+        if revisions is not None and len(chosen) == 1:  # a single revision needs no step in its name
             self._members = self._members or [(0, chosen[0])]
         elif revisions is not None:
-            self.faults += tuple(self._stepless(name) for name in without)
-        if not self._members and revisions is None and pattern is None and self._place.single:
-            self._members = [(0, self._place.single)]
+            self.faults += tuple(_revision_without_step(name) for name in without_step)
+        if not self._members and revisions is None and pattern is None and self._location.single:
+            self._members = [(0, self._location.single)]
         if not self._members:
-            raise self._empty(known, revisions)
-
-    def _unknown(self, name: str, known: list[str]) -> Fault:
-        remedy = f"choose among {', '.join(known[:8])}{' …' if len(known) > 8 else ''}"
-        return Fault("unknown", (name,), f"{self.source} has no revision {name!r}", remedy, (name,))
-
-    def _stepless(self, name: str) -> Fault:
-        remedy = "give a pattern with a group `step`, or leave it out"
-        return Fault(
-            "unordered", (name,), f"{name!r} says no step, so that it has no place in a series", remedy, (name,)
-        )
-
-    def _empty(self, known: list[str], revisions: Sequence[str] | None) -> InputError:
-        asked = "with the revisions " + ", ".join(revisions) if revisions else "with checkpoints named by their step"
-        there = ", ".join(known[:8]) or "none"
-        return InputError("source", f"a series {asked}", f"{self.source} with {there}", "give revisions or a pattern")
+            wanted = f"the revisions {', '.join(revisions)}" if revisions else "checkpoints named by their step"
+            got = f"{self.source} with {', '.join(available[:8]) or 'none'}"
+            raise InputError("source", f"a series with {wanted}", got, "give revisions or a pattern")
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self._made(*member) for member in self._members[index]]
-        return self._made(*self._members[index])
+            return [self._checkpoint(*member) for member in self._members[index]]
+        return self._checkpoint(*self._members[index])
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        return (self._made(*member) for member in self._members)
+        return (self._checkpoint(*member) for member in self._members)
 
-    def _made(self, step: int, name: str) -> Checkpoint:
-        entries = partial(self._place.entries, name)
-        return Checkpoint(name, step, entries=entries, folder=partial(self._place.folder, name), meter=self.meter)
+    def _checkpoint(self, step: int, name: str) -> Checkpoint:
+        entries, folder = partial(self._location.entries, name), partial(self._location.folder, name)
+        return Checkpoint(name, step, entries=entries, folder=folder, counter=self.counter)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -239,8 +234,8 @@ class Checkpoints(Sequence[Checkpoint]):
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes of weights were read so far."""
-        return self.meter.bytes
+        """How many bytes of weights have been read so far."""
+        return self.counter.total
 
     def measure(
         self,
@@ -250,190 +245,88 @@ class Checkpoints(Sequence[Checkpoint]):
         leave_out: Iterable[str] = (),
         progress: Progress = SILENT,
     ) -> Iterator[tuple[Checkpoint, dict[str, np.ndarray] | InputError]]:
-        """Each checkpoint with its measure, from the store where it is there; what cannot be read comes as its error.
+        """Yield each checkpoint with its measurement, or with the error if it cannot be read.
 
         Args:
             measure: what to measure.
-            store: where measures are kept; without one they are measured anew.
-            leave_out: names of checkpoints to pass over.
-            progress: where to show how far it is.
+            store: where measurements are kept; without a store they are computed again.
+            leave_out: names of checkpoints to skip.
+            progress: where to show the progress.
         """
-        chosen = [member for member in self._members if member[1] not in set(leave_out)]
-        with progress.task(measure.name, total=len(chosen)) as work:
-            for member in chosen:
-                checkpoint = self._made(*member)
-                work.say(checkpoint.name)
+        excluded = set(leave_out)
+        members = [(step, name) for step, name in self._members if name not in excluded]
+        with progress.task(measure.name, total=len(members)) as task:
+            for member in members:
+                checkpoint = self._checkpoint(*member)
+                task.say(checkpoint.name)
                 try:
-                    found = _through(store, checkpoint, measure)
-                except InputError as problem:
-                    found = problem
-                yield checkpoint, found
-                work.advance()
+                    result = _measure_or_load(store, checkpoint, measure)
+                except InputError as error:
+                    result = error
+                yield checkpoint, result
+                task.advance()
 
 
-def _compiled(pattern: str | None) -> list[re.Pattern[str]]:
+def _unknown_revision(source: str, name: str, available: list[str]) -> Fault:
+    remedy = f"choose among {', '.join(available[:8])}{' …' if len(available) > 8 else ''}"
+    return Fault("unknown", (name,), f"{source} has no revision {name!r}", remedy, (name,))
+
+
+def _revision_without_step(name: str) -> Fault:
+    message = f"the name {name!r} contains no step, so that its place in the series is unknown"
+    return Fault("unordered", (name,), message, "give a pattern with a group `step`, or leave it out", (name,))
+
+
+def _compile(pattern: str | None) -> list[re.Pattern[str]]:
+    """Compile the given pattern, or all of `PATTERNS`."""
     texts = list(PATTERNS.values()) if pattern is None else [PATTERNS.get(pattern, pattern)]
     try:
-        found = [re.compile(text) for text in texts]
+        expressions = [re.compile(text) for text in texts]
     except re.error as cause:
-        raise InputError("pattern", "a regular expression", f"{pattern!r} ({cause})", "mend it") from None
-    if any("step" not in one.groupindex for one in found):
-        raise InputError("pattern", "with a group `step`", repr(pattern), r"write for example 'step(?P<step>\d+)'")
-    return found
+        raise InputError("pattern", "a regular expression", f"{pattern!r} ({cause})", "correct it") from None
+    if any("step" not in expression.groupindex for expression in expressions):
+        remedy = r"write for example 'step(?P<step>\d+)'"
+        raise InputError("pattern", "a group `step`", repr(pattern), remedy, must="have")
+    return expressions
 
 
-def _ordered(
-    names: Iterable[str], matches: list[re.Pattern[str]], pattern: str | None
+def _in_training_order(
+    names: Iterable[str], expressions: list[re.Pattern[str]], pattern: str | None
 ) -> tuple[list[tuple[int, str]], list[str]]:
-    """Steps and names in training order, and the names that no pattern matches."""
-    found: dict[int, str] = {}
-    without = []
+    """Return the steps and names in training order, and the names that match no expression."""
+    by_step: dict[int, str] = {}
+    without_step = []
     for name in names:
-        match = next((match for one in matches if (match := one.fullmatch(name))), None)
+        match = next((match for expression in expressions if (match := expression.fullmatch(name))), None)
         if match is None:
-            without.append(name)
-        elif (step := int(match["step"])) in found:
-            got, tried = f"{found[step]} and {name} for step {step}", pattern or "the known ones"
-            raise InputError("pattern", "narrow enough to give each step one checkpoint", got, f"it was {tried}")
+            without_step.append(name)
+        elif (step := int(match["step"])) in by_step:
+            got, used = f"{by_step[step]} and {name} for step {step}", pattern or "the known ones"
+            raise InputError("pattern", "narrow enough for one checkpoint per step", got, f"the pattern was {used}")
         else:
-            found[step] = name
-    return sorted(found.items()), without
-
-
-class Folders:
-    """The folders of a series on this machine."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def names(self) -> list[str]:
-        """The subfolders."""
-        return sorted(entry.name for entry in self.path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-
-    @property
-    def single(self) -> str | None:
-        """The folder itself, where it holds a model."""
-        held = any(self.path.glob("*.safetensors")) or any(self.path.glob("*.bin"))
-        return self.path.resolve().name if held else None
-
-    def folder(self, name: str, files: Iterable[str] = ()) -> Path:  # noqa: ARG002 (all are there)
-        """The folder of one checkpoint."""
-        return self.path / name if (self.path / name).is_dir() else self.path
-
-    def entries(self, name: str) -> dict[str, Entry]:
-        """The files of one checkpoint."""
-        return {file.name: self._entry(name, file) for file in sorted(self.folder(name).iterdir()) if file.is_file()}
-
-    def _entry(self, name: str, file: Path) -> Entry:
-        label, at = f"{name}/{file.name}", file.stat()
-        identity = f"{at.st_size} {at.st_mtime_ns} {at.st_dev} {at.st_ino}"
-        return Entry(label, identity, partial(local_bytes, file, label), lambda: file)
-
-
-class Hub:
-    """The revisions of a repository on the Hugging Face hub, read by byte ranges."""
-
-    def __init__(self, repository: str, endpoint: str | None) -> None:
-        try:
-            import huggingface_hub
-            import huggingface_hub.errors
-            import huggingface_hub.hf_api
-            import huggingface_hub.utils
-        except ImportError:
-            got = f"{repository!r}, which is no folder, and the hub's package is not installed"
-            raise InputError("source", "a folder or a repository", got, "pip install 'joma[hf]'") from None
-        self.hub, self.repository = huggingface_hub, repository
-        self.api = huggingface_hub.HfApi(endpoint=endpoint)
-        self.commits: dict[str, str] = {}
-
-    single = "main"
-
-    def names(self) -> list[str]:
-        """The branches and tags."""
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.repository):
-            raise self._absent("no name of a repository either")
-        refs = self._asked(lambda: self.api.list_repo_refs(self.repository))
-        self.commits = {ref.name: ref.target_commit for ref in [*refs.tags, *refs.branches]}
-        return sorted(self.commits)
-
-    def folder(self, name: str, files: Iterable[str]) -> Path:
-        """Download these files of a revision, with what describes the model and its tokenizer."""
-        options = {"revision": self.commits[name], "endpoint": self.api.endpoint}
-        chosen = [*files, *DESCRIPTIONS]
-        download = self.hub.snapshot_download
-        return Path(self._asked(lambda: download(self.repository, allow_patterns=chosen, **options), name))
-
-    def entries(self, name: str) -> dict[str, Entry]:
-        """The files of one revision."""
-        tree = self._asked(lambda: list(self.api.list_repo_tree(self.repository, revision=self.commits[name])))
-        return {file.path: self._entry(name, file) for file in tree if isinstance(file, self.hub.hf_api.RepoFile)}
-
-    def _entry(self, name: str, file: Any) -> Entry:
-        label, commit = f"{name}/{file.path}", self.commits[name]
-        url = self.hub.hf_hub_url(self.repository, file.path, revision=commit, endpoint=self.api.endpoint)
-
-        def download() -> Path:
-            options = {"revision": commit, "endpoint": self.api.endpoint}
-            return Path(self._asked(lambda: self.hub.hf_hub_download(self.repository, file.path, **options)))
-
-        identity = file.lfs.sha256 if file.lfs else file.blob_id
-        opened = Bytes(label, file.size, lambda start, stop: self._range(url, label, start, stop))
-        return Entry(label, identity, lambda: opened, download)
-
-    def _range(self, url: str, label: str, start: int, stop: int) -> bytes:
-        headers = {**self.hub.utils.build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
-
-        def get() -> Any:
-            response = self.hub.utils.http_backoff("GET", url, headers=headers, timeout=60)
-            self.hub.utils.hf_raise_for_status(response)
-            return response
-
-        response = self._asked(get, label)
-        if response.status_code != 206 and len(response.content) != stop - start:
-            got = f"status {response.status_code}"
-            raise Unreadable(label, "served in parts", got, "download the revision and give its folder")
-        return response.content
-
-    def _asked(self, question: Callable[[], Any], label: str | None = None) -> Any:
-        """What the hub answers; its refusals and a network that is not there become one line."""
-        errors = self.hub.errors
-        try:
-            return question()
-        except (errors.RepositoryNotFoundError, errors.HFValidationError):
-            raise self._absent("no public repository of the hub either") from None
-        except (OSError, *errors.HfHubHTTPError.__bases__) as cause:
-            reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-            if label is not None:
-                raise Unreadable(label, "a file that the hub serves", reason, "try again") from None
-            got = f"{self.repository!r}, but {self.api.endpoint} does not answer ({reason})"
-            raise InputError(
-                "source", "a folder or a repository", got, "check the network, or give the folder of a download"
-            ) from None
-
-    def _absent(self, why: str) -> InputError:
-        got = f"{self.repository!r}, which is no folder and {why}"
-        return InputError("source", "a folder or a repository of the hub", got, "check the spelling")
+            by_step[step] = name
+    return sorted(by_step.items()), without_step
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A function of one checkpoint, with what it is kept under.
+    """A function of one checkpoint, and what identifies its results in a store.
 
     Attributes:
-        name: for the progress bar and the store.
-        version: raised whenever the result changes.
-        of: from a checkpoint to named arrays.
-        options: whatever else the result depends on.
+        name: shown by the progress bar, and part of the identity.
+        version: to be raised whenever the result changes.
+        function: from a checkpoint to named arrays.
+        options: everything else that the result depends on.
     """
 
     name: str
     version: int
-    of: Callable[[Checkpoint], dict[str, np.ndarray]]
+    function: Callable[[Checkpoint], dict[str, np.ndarray]]
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Store:
-    """Measures of checkpoints in a folder, one small safetensors file each, under the identity of the content."""
+    """Measurements in a folder, one small safetensors file each, under the identity of the checkpoint's content."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -444,7 +337,7 @@ class Store:
         return self.folder / f"{measure.name.replace(' ', '-')}-{digest[:32]}.safetensors"
 
     def get(self, checkpoint: Checkpoint, measure: Measure) -> dict[str, np.ndarray] | None:
-        """What was measured before, or None; a file that is not whole counts as none."""
+        """Return the stored measurement, or None if there is none or its file is damaged."""
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
@@ -453,21 +346,21 @@ class Store:
             return load(file.read_bytes())
         except (FileNotFoundError, SafetensorError):
             return None
-        except OSError as cause:  # a file where the folder should be, or one that may not be read
+        except OSError as cause:  # a file where the folder should be, or a file without read permission
             raise storage_error(file, cause) from None
 
     def put(self, checkpoint: Checkpoint, measure: Measure, values: Mapping[str, np.ndarray]) -> None:
-        """Keep what was measured."""
+        """Store a measurement."""
         from safetensors.numpy import save
 
         content = save({name: np.asarray(value, order="C") for name, value in values.items()})
         write_bytes(self._file(checkpoint, measure), content)
 
 
-def _through(store: Store | None, checkpoint: Checkpoint, measure: Measure) -> dict[str, np.ndarray]:
-    found = store.get(checkpoint, measure) if store else None
-    if found is None:
-        found = measure.of(checkpoint)
+def _measure_or_load(store: Store | None, checkpoint: Checkpoint, measure: Measure) -> dict[str, np.ndarray]:
+    values = store.get(checkpoint, measure) if store else None
+    if values is None:
+        values = measure.function(checkpoint)
         if store:
-            store.put(checkpoint, measure, found)
-    return found
+            store.put(checkpoint, measure, values)
+    return values

@@ -1,7 +1,8 @@
-"""Weights on disk or on the hub, read tensor by tensor: safetensors by byte range, `.bin` files without pickled code.
+"""Read the tensors of weight files on disk or on the hub, one tensor at a time.
 
-A safetensors file is 8 bytes of length, a JSON header that says where each tensor lies, and the tensors. The header is
-read first and then only the bytes that are asked for, so that one reader serves files, HTTP and any length of series.
+A safetensors file consists of 8 bytes with the length of its header, a JSON header that says where each tensor lies,
+and the tensors. The header is read first and then only the byte ranges that are needed, so that the same reader serves
+local files and HTTP, and a series of any length. `.bin` files are opened without running pickled code.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch import Tensor
 
 from joma.arguments import InputError
 
-HEAD = 1 << 16  # bytes of the first read, which most headers fit into
-LARGEST_HEADER = 100_000_000  # the format's own limit
-PIECE = 1 << 24  # bytes that are fetched at a time
-BLOCK = 1 << 20  # values that are converted at a time
+FIRST_READ = 1 << 16  # bytes; most headers fit into the first read
+MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
+FETCH_BYTES = 1 << 24  # bytes fetched by one request
+CONVERT_VALUES = 1 << 20  # values converted to another dtype at once
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,32 +48,44 @@ DTYPES = {
 
 
 class Unreadable(InputError):
-    """Weights that cannot be read: the file, what it should be, what it is, and what to do."""
+    """Weights that cannot be read: which file, what it must be, what it is instead, and what to do."""
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """A file somewhere: its name for messages, its size, and how bytes `start` to `stop` of it are fetched."""
+class ByteSource:
+    """A file that is read by byte ranges.
+
+    Attributes:
+        name: the file's name in error messages.
+        size: its length in bytes.
+        fetch: returns the bytes from a start to a stop position.
+    """
 
     name: str
     size: int
     fetch: Callable[[int, int], bytes]
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Bytes `start` to `stop`, exactly that many; fetched in pieces, so that no second copy of all exists."""
-        found = bytearray(stop - start)
-        for first in range(start, stop, PIECE):
-            last = min(stop, first + PIECE)
-            piece = self.fetch(first, last)
-            if len(piece) != last - first:
-                got = f"{len(piece):,} bytes where {last - first:,} were asked for"
-                raise Unreadable(self.name, "a whole file", got, "download it again")
-            found[first - start : last - start] = piece
-        return found
+        """Return the bytes `start` to `stop`, or raise `Unreadable` if there are fewer.
+
+        They are fetched in chunks, so that memory never holds two copies of the whole range.
+        """
+        content = bytearray(stop - start)
+        for first in range(start, stop, FETCH_BYTES):
+            last = min(stop, first + FETCH_BYTES)
+            chunk = self.fetch(first, last)
+            if len(chunk) != last - first:
+                got = f"{len(chunk):,} bytes where {last - first:,} were requested"
+                raise Unreadable(self.name, "a complete file", got, "download it again")
+            content[first - start : last - start] = chunk
+        return content
 
 
-def local_bytes(path: Path, name: str) -> Bytes:
-    """A file of this machine, read without mapping it, so that what was read does not stay resident."""
+def local_file(path: Path, name: str) -> ByteSource:
+    """Return a byte source for a local file.
+
+    The file is not memory-mapped, so that the pages that were read do not stay resident.
+    """
 
     def fetch(start: int, stop: int) -> bytes:
         try:
@@ -80,101 +93,102 @@ def local_bytes(path: Path, name: str) -> Bytes:
                 file.seek(start)
                 return file.read(stop - start)
         except OSError as cause:
-            raise Unreadable(name, "a file that can be read", cause.strerror, "check its permissions") from None
+            raise Unreadable(name, "a readable file", cause.strerror, "check its permissions") from None
 
-    return Bytes(name, path.stat().st_size, fetch)
+    return ByteSource(name, path.stat().st_size, fetch)
 
 
 @dataclass
-class Meter:
-    """Counts the bytes that were read of a series."""
+class ByteCounter:
+    """The number of bytes of weights that have been read from a series."""
 
-    bytes: int = 0
+    total: int = 0
 
 
-class Weights(ABC):
-    """One file of named tensors; `meter` counts what is read of it."""
+class WeightFile(ABC):
+    """A file of named tensors; `counter` counts the bytes that are read from it."""
 
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
+    def __init__(self, counter: ByteCounter) -> None:
+        self.counter = counter
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The tensors of the file, sorted."""
+        """Return the names of the tensors, sorted."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """The type that one tensor is stored in."""
+        """Return the dtype that a tensor is stored in."""
 
     @abstractmethod
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """The values `start` to `stop` of one tensor, in the order of its flattened form."""
+        """Return the values `start` to `stop` of a flattened tensor."""
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor, as stored or converted block by block so that two whole copies never coexist."""
+        """Return a tensor as it is stored, or converted to `dtype`.
+
+        It is converted block by block, so that memory never holds the whole tensor in both dtypes.
+        """
         shape, count = self.shape(name), math.prod(self.shape(name))
         if dtype is None or dtype == self.dtype(name):
             return self.part(name, 0, count).reshape(shape)
-        found = torch.empty(count, dtype=dtype, device="cpu")
-        for start in range(0, count, BLOCK):
-            stop = min(count, start + BLOCK)
-            found[start:stop] = self.part(name, start, stop)
-        return found.reshape(shape)
+        values = torch.empty(count, dtype=dtype, device="cpu")
+        for start in range(0, count, CONVERT_VALUES):
+            stop = min(count, start + CONVERT_VALUES)
+            values[start:stop] = self.part(name, start, stop)
+        return values.reshape(shape)
 
 
-class SafetensorsFile(Weights):
+class SafetensorsFile(WeightFile):
     """A safetensors file, local or remote."""
 
-    def __init__(self, source: Bytes, meter: Meter) -> None:
-        super().__init__(meter)
+    def __init__(self, source: ByteSource, counter: ByteCounter) -> None:
+        super().__init__(counter)
         self.source = source
 
     @cached_property
     def header(self) -> Mapping[str, Any]:
-        """Names to dtype, shape and place; a file that is shorter than its header says is refused here."""
-        source = self.source
-        head = self._read(0, min(HEAD, source.size))
-        length = int.from_bytes(head[:8], "little")
-        if len(head) < 8 or not 2 <= length <= LARGEST_HEADER:
-            raise self._unreadable("its first 8 bytes are no length of a header")
-        if source.size < 8 + length:
-            raise self._unreadable(f"{source.size:,} bytes, which end inside the header")
-        text = head[8 : 8 + length]
-        text += self._read(8 + len(text), 8 + length) if len(text) < length else b""
+        """The dtype, shape and position of each tensor, by name; a file shorter than they require is refused."""
+        length, text = self._header_text()
         try:
             header = json.loads(text)
             header.pop("__metadata__", None)
-            other = {entry["dtype"]: name for name, entry in header.items() if entry["dtype"] not in DTYPES}
-            ends = [] if other else [self._checked(entry) for entry in header.values()]
+            unknown = {entry["dtype"]: name for name, entry in header.items() if entry["dtype"] not in DTYPES}
+            ends = [] if unknown else [_tensor_end(entry) for entry in header.values()]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise self._unreadable("a header that is no table of tensors") from None
-        for dtype, name in other.items():
+            raise self._incomplete("a header that is not a table of tensors") from None
+        for dtype, name in unknown.items():
             remedy = "convert it to one of them, or leave it out"
-            raise Unreadable(source.name, f"of tensors in {', '.join(DTYPES)}", f"{dtype} for {name}", remedy)
+            raise Unreadable(
+                self.source.name, f"tensors in {', '.join(DTYPES)}", f"{dtype} for {name}", remedy, must="contain"
+            )
         self.origin = 8 + length
-        whole = self.origin + max(ends, default=0)
-        if source.size < whole:
-            raise self._unreadable(f"{source.size:,} of {whole:,} bytes")
+        required = self.origin + max(ends, default=0)
+        if self.source.size < required:
+            raise self._incomplete(f"{self.source.size:,} of {required:,} bytes")
         return header
 
-    @staticmethod
-    def _checked(entry: Mapping[str, Any]) -> int:
-        """The end of one tensor, whose bytes must be as many as its shape and dtype say."""
-        start, end = entry["data_offsets"]
-        size = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
-        if start < 0 or end - start != size:
-            raise ValueError("offsets do not fit the shape")
-        return end
+    def _header_text(self) -> tuple[int, bytearray]:
+        """Read the length of the header, and the header."""
+        size = self.source.size
+        start = self._read(0, min(FIRST_READ, size))
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or not 2 <= length <= MAX_HEADER:
+            raise self._incomplete("a file whose first 8 bytes are not the length of a header")
+        if size < 8 + length:
+            raise self._incomplete(f"{size:,} bytes, which end inside the header")
+        text = start[8 : 8 + length]
+        text += self._read(8 + len(text), 8 + length) if len(text) < length else b""
+        return length, text
 
-    def _unreadable(self, got: str) -> Unreadable:
-        return Unreadable(self.source.name, "a whole safetensors file", got, "download it again")
+    def _incomplete(self, got: str) -> Unreadable:
+        return Unreadable(self.source.name, "a complete safetensors file", got, "download it again")
 
     def _read(self, start: int, stop: int) -> bytearray:
-        self.meter.bytes += stop - start
+        self.counter.total += stop - start
         return self.source.read(start, stop)
 
     def names(self) -> tuple[str, ...]:
@@ -191,39 +205,50 @@ class SafetensorsFile(Weights):
         if start == stop:
             return torch.empty(0, dtype=dtype, device="cpu")
         first = self.origin + self.header[name]["data_offsets"][0]
-        found = self._read(first + start * dtype.itemsize, first + stop * dtype.itemsize)
-        return torch.frombuffer(found, dtype=dtype)
+        content = self._read(first + start * dtype.itemsize, first + stop * dtype.itemsize)
+        return torch.frombuffer(content, dtype=dtype)
 
 
-class PickledFile(Weights):
-    """A `.bin` file as torch writes it, opened with `weights_only`: tensors alone, no code of the file's own."""
+def _tensor_end(entry: Mapping[str, Any]) -> int:
+    """Return where a tensor's bytes end; there must be as many as its shape and dtype require."""
+    start, end = entry["data_offsets"]
+    size = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
+    if start < 0 or end - start != size:
+        raise ValueError("offsets do not fit the shape")
+    return end
 
-    def __init__(self, path: Path, name: str, meter: Meter) -> None:
-        super().__init__(meter)
-        self.path, self.place = path, name
+
+class PickledFile(WeightFile):
+    """A `.bin` file written by torch; it may contain tensors only, and none of its code is run."""
+
+    def __init__(self, path: Path, name: str, counter: ByteCounter) -> None:
+        super().__init__(counter)
+        self.path, self.name = path, name
 
     @cached_property
     def content(self) -> Mapping[str, Tensor]:
-        """Names to tensors, mapped and not yet read where the file is a zip archive, as since torch 1.6."""
+        """The tensors by name; a zip archive, which torch writes since 1.6, is memory-mapped and not read yet."""
         with self.path.open("rb") as file:
             zipped = file.read(2) == b"PK"
         if zipped and not zipfile.is_zipfile(self.path):
             got = f"{self.path.stat().st_size:,} bytes that end inside the archive"
-            raise Unreadable(self.place, "a whole file", got, "download it again")
+            raise Unreadable(self.name, "a complete file", got, "download it again")
         try:
-            with warnings.catch_warnings():  # of a pickle's protocol: it is read, or it is refused below
+            with warnings.catch_warnings():  # about the pickle protocol: the file is either read or refused below
                 warnings.simplefilter("ignore")
-                found = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
+                tensors = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
         except pickle.UnpicklingError:
-            remedy = "convert it to safetensors where you trust it, or leave it out"
-            raise Unreadable(self.place, "tensors alone", "a pickle with other objects in it", remedy) from None
+            remedy = "convert it to safetensors if you trust it, or leave it out"
+            raise Unreadable(
+                self.name, "tensors only", "a pickle with other objects in it", remedy, must="contain"
+            ) from None
         except (RuntimeError, EOFError, OSError, ValueError) as cause:
             reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-            raise Unreadable(self.place, "a file of torch's own", reason, "download it again") from None
-        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-            got = f"a {type(found).__name__} of other things"
-            raise Unreadable(self.place, "a table of tensors", got, "save the model's `state_dict()` alone")
-        return found
+            raise Unreadable(self.name, "a file written by torch", reason, "download it again") from None
+        if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+            got = f"a {type(tensors).__name__} of other objects"
+            raise Unreadable(self.name, "a table of tensors", got, "save only the model's `state_dict()`")
+        return tensors
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self.content))
@@ -235,68 +260,74 @@ class PickledFile(Weights):
         return self.content[name].dtype
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        found = self.content[name].reshape(-1)[start:stop].clone()
-        self.meter.bytes += found.nbytes
-        return found
+        values = self.content[name].reshape(-1)[start:stop].clone()
+        self.counter.total += values.nbytes
+        return values
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A file of a checkpoint before it is opened.
+class FileEntry:
+    """A file of a checkpoint that has not been opened yet.
 
     Attributes:
-        name: for messages, with its folder or revision.
-        identity: changes whenever the content does.
-        bytes: opens it for reading by ranges.
-        path: a local file with its content; what lies on the hub is downloaded into the hub's own cache.
+        name: the file's name in error messages, with its folder or revision.
+        identity: a string that changes whenever the content does.
+        source: opens the file for reading by byte ranges.
+        path: returns a local file with the content; a file on the hub is downloaded into the hub's cache first.
     """
 
     name: str
     identity: str
-    bytes: Callable[[], Bytes]
+    source: Callable[[], ByteSource]
     path: Callable[[], Path]
 
-    def open(self, meter: Meter) -> Weights:
-        """The tensors inside."""
+    def open(self, counter: ByteCounter) -> WeightFile:
+        """Open the file for reading its tensors."""
         if self.name.endswith(".safetensors"):
-            return SafetensorsFile(self.bytes(), meter)
-        return PickledFile(self.path(), self.name, meter)
+            return SafetensorsFile(self.source(), counter)
+        return PickledFile(self.path(), self.name, counter)
 
-    def json(self, meter: Meter) -> Any:
-        """The content of a small JSON file, such as an index."""
-        source = self.bytes()
-        meter.bytes += source.size
+    def json(self, counter: ByteCounter) -> Any:
+        """Return the content of a small JSON file, such as an index."""
+        source = self.source()
+        counter.total += source.size
         try:
             return json.loads(source.read(0, source.size))
         except ValueError:
             raise Unreadable(source.name, "valid JSON", "something else", "download it again") from None
 
 
-SINGLE = ("model.safetensors", "pytorch_model.bin")  # in the order of preference: safetensors over pickles
+SINGLE = ("model.safetensors", "pytorch_model.bin")  # in order of preference: safetensors before pickles
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
-def weight_files(entries: Mapping[str, Entry], place: str, meter: Meter) -> dict[str, Entry]:
-    """The files that hold a checkpoint's weights: one, or those that an index names; safetensors before `.bin`."""
+def select_weight_files(
+    entries: Mapping[str, FileEntry], checkpoint: str, counter: ByteCounter
+) -> dict[str, FileEntry]:
+    """Select the files that hold a checkpoint's weights: a single file, or the shards that an index names.
+
+    Safetensors files are preferred to `.bin` files.
+    """
     for single, index in zip(SINGLE, INDEX, strict=True):
         if single in entries:
             return {single: entries[single]}
         if index in entries:
-            return _sharded(entries, entries[index].json(meter), f"{place}/{index}")
-    lone = sorted(name for name in entries if name.endswith(".safetensors"))
-    if len(lone) == 1:
-        return {lone[0]: entries[lone[0]]}
-    there = ", ".join(sorted(entries)[:5]) or "nothing"
-    raise Unreadable(place, f"a checkpoint with {' or '.join(SINGLE)}", there, "download it again or leave it out")
+            return _shards(entries, entries[index].json(counter), f"{checkpoint}/{index}")
+    safetensors = sorted(name for name in entries if name.endswith(".safetensors"))
+    if len(safetensors) == 1:
+        return {safetensors[0]: entries[safetensors[0]]}
+    got = ", ".join(sorted(entries)[:5]) or "an empty one"
+    remedy = "download it again or leave it out"
+    raise Unreadable(checkpoint, f"a checkpoint with {' or '.join(SINGLE)}", got, remedy)
 
 
-def _sharded(entries: Mapping[str, Entry], index: Any, place: str) -> dict[str, Entry]:
+def _shards(entries: Mapping[str, FileEntry], index: Any, name: str) -> dict[str, FileEntry]:
     try:
         shards = sorted(set(index["weight_map"].values()))
     except (KeyError, TypeError, AttributeError):
-        raise Unreadable(place, "an index with a `weight_map`", "none", "download it again") from None
+        raise Unreadable(name, "an index with a `weight_map`", "none", "download it again") from None
     missing = [shard for shard in shards if shard not in entries]
     if missing or not shards:
         got = f"{len(missing)} of {len(shards)} missing: {', '.join(missing[:3])}"
-        raise Unreadable(place, "an index of shards that are all there", got, "download them again")
+        raise Unreadable(name, "an index of shards that are all present", got, "download them again")
     return {shard: entries[shard] for shard in shards}

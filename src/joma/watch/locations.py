@@ -1,0 +1,130 @@
+"""Where the checkpoints of a series are: in local folders, or in the revisions of a repository on the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from joma.arguments import InputError
+from joma.watch.weight_files import ByteSource, FileEntry, Unreadable, local_file
+
+CONFIG = "config.json"  # describes the architecture
+DESCRIPTIONS = ("*.json", "*.txt", "*.model")  # the files that describe a model and its tokenizer
+
+
+class Folders:
+    """A local folder with one subfolder per checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        """Return the subfolders."""
+        return sorted(entry.name for entry in self.path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+    @property
+    def single(self) -> str | None:
+        """The name of the folder itself if it holds a model."""
+        has_model = any(self.path.glob("*.safetensors")) or any(self.path.glob("*.bin"))
+        return self.path.resolve().name if has_model else None
+
+    def folder(self, name: str, files: Iterable[str] = ()) -> Path:  # noqa: ARG002 (nothing has to be downloaded)
+        """Return the folder of a checkpoint."""
+        return self.path / name if (self.path / name).is_dir() else self.path
+
+    def entries(self, name: str) -> dict[str, FileEntry]:
+        """Return the files of a checkpoint."""
+        return {file.name: self._entry(name, file) for file in sorted(self.folder(name).iterdir()) if file.is_file()}
+
+    def _entry(self, name: str, file: Path) -> FileEntry:
+        label, status = f"{name}/{file.name}", file.stat()
+        identity = f"{status.st_size} {status.st_mtime_ns} {status.st_dev} {status.st_ino}"
+        return FileEntry(label, identity, partial(local_file, file, label), lambda: file)
+
+
+class Hub:
+    """A repository on the Hugging Face hub whose revisions are the checkpoints; files are read by byte ranges."""
+
+    single = "main"
+
+    def __init__(self, repository: str, endpoint: str | None) -> None:
+        try:
+            import huggingface_hub
+            import huggingface_hub.errors
+            import huggingface_hub.hf_api
+            import huggingface_hub.utils
+        except ImportError:
+            got = f"{repository!r}, which is not a folder, and the package `huggingface_hub` is not installed"
+            raise InputError("source", "a folder or a repository", got, "pip install 'joma[hf]'") from None
+        self.hub, self.repository = huggingface_hub, repository
+        self.api = huggingface_hub.HfApi(endpoint=endpoint)
+        self.commits: dict[str, str] = {}
+
+    def names(self) -> list[str]:
+        """Return the branches and tags."""
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.repository):
+            raise self._not_found("not a repository's name")
+        refs = self._request(lambda: self.api.list_repo_refs(self.repository))
+        self.commits = {ref.name: ref.target_commit for ref in [*refs.tags, *refs.branches]}
+        return sorted(self.commits)
+
+    def folder(self, name: str, files: Iterable[str]) -> Path:
+        """Download `files` of a revision and the files that describe the model and its tokenizer."""
+        options = {"revision": self.commits[name], "endpoint": self.api.endpoint}
+        patterns = [*files, *DESCRIPTIONS]
+        download = self.hub.snapshot_download
+        return Path(self._request(lambda: download(self.repository, allow_patterns=patterns, **options), name))
+
+    def entries(self, name: str) -> dict[str, FileEntry]:
+        """Return the files of a revision."""
+        tree = self._request(lambda: list(self.api.list_repo_tree(self.repository, revision=self.commits[name])))
+        return {file.path: self._entry(name, file) for file in tree if isinstance(file, self.hub.hf_api.RepoFile)}
+
+    def _entry(self, name: str, file: Any) -> FileEntry:
+        label, commit = f"{name}/{file.path}", self.commits[name]
+        url = self.hub.hf_hub_url(self.repository, file.path, revision=commit, endpoint=self.api.endpoint)
+
+        def download() -> Path:
+            options = {"revision": commit, "endpoint": self.api.endpoint}
+            return Path(self._request(lambda: self.hub.hf_hub_download(self.repository, file.path, **options)))
+
+        identity = file.lfs.sha256 if file.lfs else file.blob_id
+        source = ByteSource(label, file.size, lambda start, stop: self._range(url, label, start, stop))
+        return FileEntry(label, identity, lambda: source, download)
+
+    def _range(self, url: str, label: str, start: int, stop: int) -> bytes:
+        """Download the bytes `start` to `stop` of a file."""
+        headers = {**self.hub.utils.build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
+
+        def get() -> Any:
+            response = self.hub.utils.http_backoff("GET", url, headers=headers, timeout=60)
+            self.hub.utils.hf_raise_for_status(response)
+            return response
+
+        response = self._request(get, label)
+        if response.status_code != 206 and len(response.content) != stop - start:
+            got = f"status {response.status_code}"
+            raise Unreadable(label, "served by byte ranges", got, "download the revision and give its folder")
+        return response.content
+
+    def _request(self, request: Callable[[], Any], label: str | None = None) -> Any:
+        """Return the hub's answer; turn its refusals and network errors into one-line errors."""
+        errors = self.hub.errors
+        try:
+            return request()
+        except (errors.RepositoryNotFoundError, errors.HFValidationError):
+            raise self._not_found("not a public repository on the hub") from None
+        except (OSError, *errors.HfHubHTTPError.__bases__) as cause:
+            reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+            if label is not None:
+                raise Unreadable(label, "a file that the hub serves", reason, "try again") from None
+            got = f"{self.repository!r}, but {self.api.endpoint} does not answer ({reason})"
+            remedy = "check the network, or give the folder of a download"
+            raise InputError("source", "a folder or a repository", got, remedy) from None
+
+    def _not_found(self, reason: str) -> InputError:
+        got = f"{self.repository!r}, which is not a folder and {reason}"
+        return InputError("source", "a folder or a repository on the hub", got, "check the spelling")
