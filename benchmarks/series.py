@@ -25,14 +25,14 @@ import json, sys
 
 import joma.watch.probing, joma.watch.audit
 from benchmarks.memory import forget_peak, resident
-from joma.watch.audit import audit
+from joma.watch.audit import audit_series
 from joma.watch.probing import WEIGHTS
 from joma.watch.series import Checkpoints, Store
 
 forget_peak()
 before = resident("VmRSS")
 series, store = Checkpoints(sys.argv[1]), Store(sys.argv[2])
-faults = audit(series, store=store).faults
+faults = audit_series(series, store=store).faults
 measured = sum(isinstance(values, dict) for _, values in series.measure(WEIGHTS, store=store))
 print(json.dumps([resident("VmHWM") - before, series.bytes_read, measured, len(faults)]))
 """

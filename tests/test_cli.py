@@ -357,7 +357,7 @@ def test_probe_draws_what_there_is(steps, name, tmp_path, capsys):
     code, out, err = joma("probe", tmp_path / "series", "--out", tmp_path / "out", "--json", capsys=capsys)
     assert (code, err) == (1, "")
     (fault,) = json.loads(out)["faults"]
-    assert "a model with a config.json" in fault["said"]
+    assert "a model with a config.json" in fault["message"]
     assert list((tmp_path / "out").glob("*/figures/*.svg"))
 
 
@@ -365,10 +365,10 @@ def test_probe_draws_what_there_is(steps, name, tmp_path, capsys):
     ("args", "message"),
     [
         (["nobody/nothing"], "does not answer"),
-        (["no/such/folder"], "which is no folder and no name of a repository either; check the spelling."),
+        (["no/such/folder"], "which is not a folder and not a repository's name; check the spelling."),
         (["{}", "--revisions", "step9"], "a series with the revisions step9"),
         (["{}", "--pattern", "step("], "`pattern` must be a regular expression"),
-        (["{}", "--text", "nowhere.txt"], "`text` must be a file that can be read, got nowhere.txt"),
+        (["{}", "--text", "nowhere.txt"], "`text` must be a readable file, got nowhere.txt"),
         (["{}", "--text", "{}/../short.txt"], "`text` must be at least two tokens long, got 1; give a longer text."),
         (["{}", "--text", "{}/step0/model.safetensors"], "`text` must be a file of UTF-8 text"),
         (["{}", "--out", "{}/../short.txt"], "Not a directory; choose a folder that you may write to with `--out`."),

@@ -140,7 +140,7 @@ def test_faults_are_said_with_names_and_remedies_and_kept(folder, tmp_path):
         "step5": "unreadable",
         "step8": "architecture",
     }
-    assert all(fault["said"] and fault["remedy"] for fault in kept.values())
+    assert all(fault["message"] and fault["remedy"] for fault in kept.values())
     assert both.left_out.values.tolist() == [[4]]
 
 

@@ -1,3 +1,5 @@
+"""Probing of checkpoints: every measurement against the model itself, and faults that cost only what they must."""
+
 import json
 import re
 import shutil
@@ -13,31 +15,17 @@ from joma.files import StorageError
 from joma.probes.entropy import shannon_entropy
 from joma.probes.orthogonality import cosine_orthogonality
 from joma.watch import Checkpoints, audit, loading, probing, weight_files
-from joma.watch.probing import EMBEDDING, _natural, probe, weights
+from joma.watch.probing import EMBEDDING, _natural_order, measure_weights, probe
 from joma.watch.recorder import LOWER
 from joma.watch.series import Store
+from tiny_models import neox
 
 transformers = pytest.importorskip("transformers")
 TEXT = "The attention of a model is measured on this text, which is long enough for a few sequences. " * 8
 
 
-def neox(seed=0, **changes):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    options = {
-        **sizes,
-        "vocab_size": 256,
-        "max_position_embeddings": 32,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        **changes,
-    }
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**options)).eval()
-
-
 def moved(model, scale, seed=1):
-    """The same model with its weights moved along one direction."""
+    """Move the weights of the model along one random direction."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -54,45 +42,47 @@ def series(tmp_path_factory):
     return folder
 
 
-def test_every_measure_against_the_model_itself(series):
-    found = probe(Checkpoints(series), text=TEXT)
-    assert found.audit.faults == ()
-    assert found.data.step.values.tolist() == list(range(7))
-    assert dict(found.data.sizes) == {"step": 7, "layer": 2, "head": 2, "weight": 2, "depth": 3}
-    tokens = torch.tensor(list(TEXT.encode())[: 23 * 32]).reshape(23, 32)  # all of the text, in the longest sequences
+def test_every_measurement_against_the_model_itself(series):
+    result = probe(Checkpoints(series), text=TEXT)
+    assert result.audit.faults == ()
+    assert result.data.step.values.tolist() == list(range(7))
+    assert dict(result.data.sizes) == {"step": 7, "layer": 2, "head": 2, "weight": 2, "depth": 3}
+    tokens = torch.tensor(list(TEXT.encode())[: 23 * 32]).reshape(
+        23, 32
+    )  # the whole text, in sequences of the maximum length
     model = moved(neox(), 0.03 * 5)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         out = model(tokens, output_attentions=True, output_hidden_states=True)
     maps = torch.stack(out.attentions)  # [layer, batch, head, query, key]
-    at = found.data.sel(step=5)
-    np.testing.assert_allclose(at.entropy, shannon_entropy(maps).mean(dim=(1, 3)), atol=2e-5)
+    measured = result.data.sel(step=5)
+    np.testing.assert_allclose(measured.entropy, shannon_entropy(maps).mean(dim=(1, 3)), atol=2e-5)
     expected = [cosine_orthogonality(state.flatten(0, 1)).root_mean_square for state in out.hidden_states]
-    np.testing.assert_allclose(at.hidden_cosine, torch.stack(expected), rtol=1e-4)
-    for place, layer in enumerate(model.gpt_neox.layers):
+    np.testing.assert_allclose(measured.hidden_cosine, torch.stack(expected), rtol=1e-4)
+    for index, layer in enumerate(model.gpt_neox.layers):
         values = torch.linalg.svdvals(layer.mlp.dense_h_to_4h.weight.detach().double())
-        assert float(at.stable_rank[place]) == pytest.approx(float((values**2).sum() / values[0] ** 2), rel=1e-3)
+        assert float(measured.stable_rank[index]) == pytest.approx(float((values**2).sum() / values[0] ** 2), rel=1e-3)
     embedding = model.gpt_neox.embed_in.weight.detach().double()
     unit = embedding / embedding.norm(dim=1, keepdim=True)
     cosines = (unit @ unit.T)[~torch.eye(256, dtype=torch.bool)]
-    assert float(at.embedding_cosine) == pytest.approx(float(cosines.square().mean().sqrt()), rel=1e-5)
-    assert float(at.embedding_random) == pytest.approx(0.25)
+    assert float(measured.embedding_cosine) == pytest.approx(float(cosines.square().mean().sqrt()), rel=1e-5)
+    assert float(measured.embedding_random) == pytest.approx(0.25)
 
 
-def test_layers_fall_and_bounce_over_the_series(series):
-    found = probe(Checkpoints(series), text=TEXT).data
-    curve = found.entropy.mean("head")
-    np.testing.assert_allclose(found.bounce_recovery, curve.isel(step=-1) - curve.min("step"))
-    np.testing.assert_allclose(found.bounce_depth, curve.isel(step=0) - curve.min("step"))
-    assert ((found.bounce_p_value > 0) & (found.bounce_p_value <= 1)).all()
+def test_the_fall_and_recovery_of_entropy_is_measured_by_layer(series):
+    data = probe(Checkpoints(series), text=TEXT).data
+    curve = data.entropy.mean("head")
+    np.testing.assert_allclose(data.bounce_recovery, curve.isel(step=-1) - curve.min("step"))
+    np.testing.assert_allclose(data.bounce_depth, curve.isel(step=0) - curve.min("step"))
+    assert ((data.bounce_p_value > 0) & (data.bounce_p_value <= 1)).all()
 
 
-def test_a_second_probe_reads_nothing_and_finds_the_same(series, tmp_path):
+def test_a_second_probe_reads_nothing_and_returns_the_same(series, tmp_path):
     store = Store(tmp_path)
     first = probe(Checkpoints(series), text=TEXT, store=store)
     again = Checkpoints(series)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_files.Bytes, "read", None)
+        patch.setattr(weight_files.ByteSource, "read", None)
         patch.setattr(probing, "load", None)
         second = probe(again, text=TEXT, store=store)
     assert again.bytes_read == 0
@@ -102,7 +92,7 @@ def test_a_second_probe_reads_nothing_and_finds_the_same(series, tmp_path):
     assert other.data.stable_rank.equals(first.data.stable_rank)
 
 
-def test_a_config_that_was_mended_is_measured_anew(tmp_path):
+def test_a_changed_config_is_measured_again(tmp_path):
     with loading.quiet():
         neox().save_pretrained(tmp_path / "model")
     series, store = Checkpoints(tmp_path / "model"), Store(tmp_path / "store")
@@ -113,7 +103,7 @@ def test_a_config_that_was_mended_is_measured_anew(tmp_path):
     assert (before.sizes["head"], after.sizes["head"]) == (2, 4)
 
 
-def test_bad_checkpoints_are_named_and_the_rest_is_measured(tmp_path):
+def test_bad_checkpoints_are_named_and_the_others_are_measured(tmp_path):
     with loading.quiet():
         for step in (0, 1, 2, 3, 4):
             moved(neox(), 0.03 * step).save_pretrained(tmp_path / f"step{step}")
@@ -121,50 +111,50 @@ def test_bad_checkpoints_are_named_and_the_rest_is_measured(tmp_path):
     file = tmp_path / "step1" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:4000])
     (tmp_path / "step2" / "config.json").write_text(json.dumps({"model_type": "no such thing"}))
-    found = probe(Checkpoints(tmp_path, revisions=[f"step{step}" for step in (0, 1, 2, 3, 4, 5, 9)]), text=TEXT)
-    kinds = {fault.checkpoints: fault.kind for fault in found.audit.faults}
+    result = probe(Checkpoints(tmp_path, revisions=[f"step{step}" for step in (0, 1, 2, 3, 4, 5, 9)]), text=TEXT)
+    kinds = {fault.checkpoints: fault.kind for fault in result.audit.faults}
     assert kinds == {
         ("step9",): "unknown",
         ("step1",): "unreadable",
         ("step5",): "architecture",
         ("step2",): "not measured",
     }
-    assert found.audit.incomplete
-    assert found.data.step.values.tolist() == [0, 2, 3, 4]
-    assert found.data.entropy.isnull().all(("layer", "head")).values.tolist() == [False, True, False, False]
-    assert found.data.stable_rank.notnull().all()
+    assert result.audit.incomplete
+    assert result.data.step.values.tolist() == [0, 2, 3, 4]
+    assert result.data.entropy.isnull().all(("layer", "head")).values.tolist() == [False, True, False, False]
+    assert result.data.stable_rank.notnull().all()
 
 
-def saved_bin(model, folder):
+def save_as_bin(model, folder):
     folder.mkdir(parents=True)
     model.config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
 
 
-def test_a_bin_is_measured_like_safetensors(series, tmp_path):
-    saved_bin(moved(neox(), 0.03 * 5), tmp_path / "step5")
+def test_a_bin_file_is_measured_like_safetensors(series, tmp_path):
+    save_as_bin(moved(neox(), 0.03 * 5), tmp_path / "step5")
     (tmp_path / "step6").mkdir()
     torch.save({"w": torch.ones(2), "x": tmp_path}, tmp_path / "step6" / "pytorch_model.bin")
-    found = probe(Checkpoints(tmp_path), text=TEXT)
-    assert [fault.kind for fault in found.audit.faults] == ["unreadable"]
+    result = probe(Checkpoints(tmp_path), text=TEXT)
+    assert [fault.kind for fault in result.audit.faults] == ["unreadable"]
     expected = probe(Checkpoints(series, revisions=["step5"]), text=TEXT).data
-    np.testing.assert_allclose(found.data.entropy, expected.entropy, atol=1e-6)
-    np.testing.assert_allclose(found.data.stable_rank, expected.stable_rank, rtol=1e-6)
+    np.testing.assert_allclose(result.data.entropy, expected.entropy, atol=1e-6)
+    np.testing.assert_allclose(result.data.stable_rank, expected.stable_rank, rtol=1e-6)
 
 
-def test_a_weight_that_the_audit_did_not_sample_is_looked_at(series, tmp_path):
+def test_a_weight_that_the_audit_did_not_sample_is_checked(series, tmp_path):
     shutil.copytree(series, tmp_path / "series")
     file = tmp_path / "series" / "step3" / "model.safetensors"
-    own = load_file(file)
-    own["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"][7, 3] = torch.inf
-    save_file(own, file, metadata={"format": "pt"})
+    state = load_file(file)
+    state["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"][7, 3] = torch.inf
+    save_file(state, file, metadata={"format": "pt"})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(audit, "TENSORS", 2)
-        found = probe(Checkpoints(tmp_path / "series"), text=TEXT)
-    (fault,) = [one for one in found.audit.faults if "finite" in one.said]
+        patch.setattr(audit, "SAMPLED_TENSORS", 2)
+        result = probe(Checkpoints(tmp_path / "series"), text=TEXT)
+    (fault,) = [fault for fault in result.audit.faults if "finite" in fault.message]
     assert (fault.kind, fault.checkpoints) == ("not measured", ("step3",))
-    assert "NaN or infinities in gpt_neox.layers.1.mlp.dense_h_to_4h.weight" in fault.said
-    assert found.data.stable_rank.isnull().any("weight").sel(step=[2, 3, 4]).values.tolist() == [False, True, False]
+    assert "NaN or infinities in gpt_neox.layers.1.mlp.dense_h_to_4h.weight" in fault.message
+    assert result.data.stable_rank.isnull().any("weight").sel(step=[2, 3, 4]).values.tolist() == [False, True, False]
 
 
 def test_a_file_in_the_way_of_the_store_is_named(series, tmp_path):
@@ -177,49 +167,49 @@ def test_a_model_without_attention_has_its_weights_measured(tmp_path):
     config = transformers.MambaConfig(vocab_size=256, hidden_size=8, num_hidden_layers=1, state_size=4)
     with loading.quiet():
         transformers.MambaModel(config).save_pretrained(tmp_path / "mamba")
-    found = probe(Checkpoints(tmp_path / "mamba"), text=TEXT)
-    (fault,) = found.audit.faults
+    result = probe(Checkpoints(tmp_path / "mamba"), text=TEXT)
+    (fault,) = result.audit.faults
     assert (fault.kind, fault.checkpoints, fault.left_out) == ("not measured", ("mamba",), ())
-    assert "`mamba` must be a model with attention to watch, got MambaModel" in fault.said
-    assert "entropy" not in found.data
-    assert float(found.data.embedding_cosine[0]) > 0
+    assert "`mamba` must be a model with attention to watch, got MambaModel" in fault.message
+    assert "entropy" not in result.data
+    assert float(result.data.embedding_cosine[0]) > 0
 
 
 def test_an_encoder_with_a_decoder_reads_the_text_on_both_sides(tmp_path):
     config = transformers.T5Config(vocab_size=256, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     with torch.random.fork_rng(), loading.quiet():
         transformers.T5Model(config).save_pretrained(tmp_path / "t5")
-    found = probe(Checkpoints(tmp_path / "t5"), text=TEXT)
-    assert found.audit.faults == ()
-    kinds = [name.rsplit(".", 1)[1] for name in found.data.layer.values]
+    result = probe(Checkpoints(tmp_path / "t5"), text=TEXT)
+    assert result.audit.faults == ()
+    kinds = [name.rsplit(".", 1)[1] for name in result.data.layer.values]
     assert kinds == ["SelfAttention", "EncDecAttention", "SelfAttention"]
-    assert found.data.entropy.notnull().all()
+    assert result.data.entropy.notnull().all()
 
 
 def test_a_model_that_refuses_the_text_has_its_weights_measured(series, monkeypatch):
     class Picky(torch.nn.Module):
         config = None
 
-        def forward(self, **given):
-            raise TypeError(f"no use for {sorted(given)}")
+        def forward(self, **inputs):
+            raise TypeError(f"no use for {sorted(inputs)}")
 
     monkeypatch.setattr(probing, "load", lambda *_: Picky())
-    found = probe(Checkpoints(series), text=TEXT)
-    (fault,) = found.audit.faults
-    assert "must be a model that runs on tokens alone, got Picky (no use for ['input_ids'" in fault.said
-    assert found.data.stable_rank.notnull().all()
+    result = probe(Checkpoints(series), text=TEXT)
+    (fault,) = result.audit.faults
+    assert "must be a model that runs on tokens, got Picky (no use for ['input_ids'" in fault.message
+    assert result.data.stable_rank.notnull().all()
 
 
-def test_weights_that_the_config_does_not_describe_are_not_drawn_at_random(series, tmp_path):
+def test_missing_weights_are_not_replaced_by_random_ones(series, tmp_path):
     (tmp_path / "step0").mkdir()
-    own = load_file(series / "step3" / "model.safetensors")
-    renamed = {name.replace("layers.1.attention", "layers.1.attend"): value for name, value in own.items()}
+    state = load_file(series / "step3" / "model.safetensors")
+    renamed = {name.replace("layers.1.attention", "layers.1.attend"): value for name, value in state.items()}
     save_file(renamed, tmp_path / "step0" / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "step0" / "config.json").write_text((series / "step3" / "config.json").read_text())
-    found = probe(Checkpoints(tmp_path), text=TEXT)
-    (fault,) = found.audit.faults
-    assert "that its config.json describes, got no layers.1.attention.dense.bias and 3 more missing" in fault.said
-    assert "entropy" not in found.data
+    result = probe(Checkpoints(tmp_path), text=TEXT)
+    (fault,) = result.audit.faults
+    assert "that its config.json describes, got no layers.1.attention.dense.bias and 3 more missing" in fault.message
+    assert "entropy" not in result.data
 
 
 def test_an_encoder_without_its_pooler_is_run(tmp_path):
@@ -229,20 +219,22 @@ def test_an_encoder_without_its_pooler_is_run(tmp_path):
     assert probe(Checkpoints(tmp_path), text=TEXT).audit.faults == ()
 
 
-def test_where_nothing_is_sound_the_cause_is_said(tmp_path):
+def test_where_nothing_is_sound_the_cause_is_named(tmp_path):
     torch.save({"w": torch.ones(2), "x": tmp_path}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"pytorch_model.bin` must be tensors alone, .*; convert it to safetensors"):
+    with pytest.raises(
+        InputError, match=r"pytorch_model.bin` must contain tensors only, .*; convert it to safetensors"
+    ):
         probe(Checkpoints(tmp_path), text=TEXT)
 
 
-def test_weights_without_a_config_are_measured_all_the_same(series, tmp_path):
+def test_weights_without_a_config_are_measured_anyway(series, tmp_path):
     (tmp_path / "step0").mkdir()
     save_file(load_file(series / "step3" / "model.safetensors"), tmp_path / "step0" / "model.safetensors")
-    found = probe(Checkpoints(tmp_path), text=TEXT)
-    (fault,) = found.audit.faults
-    assert "a model with a config.json" in fault.said
+    result = probe(Checkpoints(tmp_path), text=TEXT)
+    (fault,) = result.audit.faults
+    assert "a model with a config.json" in fault.message
     expected = probe(Checkpoints(series, revisions=["step3"]), text=TEXT).data
-    np.testing.assert_array_equal(found.data.stable_rank, expected.stable_rank)
+    np.testing.assert_array_equal(result.data.stable_rank, expected.stable_rank)
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path):
@@ -252,9 +244,9 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path):
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModel": "mine.Model"}}
     (tmp_path / "step0" / "config.json").write_text(json.dumps(config))
     (tmp_path / "step0" / "mine.py").write_text("raise SystemExit('it was run')")
-    found = probe(Checkpoints(tmp_path), text=TEXT)
-    (fault,) = found.audit.faults
-    assert "an architecture that is code of its own, which is never run" in fault.said
+    result = probe(Checkpoints(tmp_path), text=TEXT)
+    (fault,) = result.audit.faults
+    assert "an architecture with code of its own, which is never run" in fault.message
 
 
 @pytest.mark.parametrize("text", ["", " \n", "a"])
@@ -267,34 +259,22 @@ def test_a_vocabulary_too_small_for_bytes_needs_its_tokenizer(tmp_path):
     with loading.quiet():
         neox(vocab_size=40).save_pretrained(tmp_path / "model")
     (fault,) = probe(Checkpoints(tmp_path / "model"), text=TEXT).audit.faults
-    assert "a model with its tokenizer" in fault.said
+    assert "a model with its tokenizer" in fault.message
 
 
-def test_the_models_own_tokenizer_is_used(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    own = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "cat": 2}, unk_token="<unk>"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    with loading.quiet():
-        neox(vocab_size=3).save_pretrained(tmp_path)
-        transformers.PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>").save_pretrained(tmp_path)
-    tokens = loading.encode("the cat and the dog", tmp_path, "model", length=8, count=4)
-    assert tokens.tolist() == [[1, 2, 0, 1, 0]]
-
-
-def test_over_the_hub_with_weights_by_ranges(series, tmp_path, monkeypatch):
+def test_a_series_on_the_hub_is_probed_by_byte_ranges(series, tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     expected = probe(Checkpoints(series, revisions=["step1", "step5"]), text=TEXT).data
     with serve(series) as hub:
         remote = Checkpoints(REPOSITORY, endpoint=hub.endpoint, revisions=["step1", "step5", "step99"])
-        found = probe(remote, text=TEXT, store=Store(tmp_path / "store"))
-        assert [fault.kind for fault in found.audit.faults] == ["unknown"]
-        assert found.data.drop_attrs().identical(expected.drop_attrs())
+        result = probe(remote, text=TEXT, store=Store(tmp_path / "store"))
+        assert [fault.kind for fault in result.audit.faults] == ["unknown"]
+        assert result.data.drop_attrs().identical(expected.drop_attrs())
         served = hub.served
         probe(remote, text=TEXT, store=Store(tmp_path / "store"))
-        assert hub.served == served  # what describes the model is in the hub's cache by now
+        assert hub.served == served  # the config is in the hub's cache by now
 
 
 @pytest.mark.parametrize(
@@ -308,9 +288,9 @@ def test_over_the_hub_with_weights_by_ranges(series, tmp_path, monkeypatch):
 )
 def test_architectures_name_their_lower_matrices_and_embeddings(kind, lower):
     sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
-    more = {"OPT": {"ffn_dim": 16, "word_embed_proj_dim": 8}, "GPT2": {"n_embd": 8, "n_layer": 1, "n_head": 2}}
+    other = {"OPT": {"ffn_dim": 16, "word_embed_proj_dim": 8}, "GPT2": {"n_embd": 8, "n_layer": 1, "n_head": 2}}
     small = {key: value for key, value in sizes.items() if kind != "GPT2" or key in ("vocab_size", "pad_token_id")}
-    config = getattr(transformers, f"{kind}Config")(**small, **more.get(kind, {"intermediate_size": 16}))
+    config = getattr(transformers, f"{kind}Config")(**small, **other.get(kind, {"intermediate_size": 16}))
     name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     with torch.random.fork_rng():
         state = getattr(transformers, name)(config).state_dict()
@@ -321,23 +301,25 @@ def test_architectures_name_their_lower_matrices_and_embeddings(kind, lower):
 
 def test_layers_come_in_their_natural_order():
     names = [f"layers.{i}.attention" for i in range(12)]
-    assert sorted(sorted(names), key=_natural) == names
+    assert sorted(sorted(names), key=_natural_order) == names
 
 
-def test_of_a_large_embedding_evenly_spaced_runs_are_read(tmp_path):
+def test_of_a_large_embedding_only_evenly_spaced_spans_are_read(tmp_path):
     table = torch.randn(10_000, 32, generator=torch.Generator().manual_seed(0))
     save_file({"wte.weight": table}, tmp_path / "model.safetensors")
     series = Checkpoints(tmp_path)
-    starts = [(10_000 - 256) * run // 7 for run in range(8)]
+    starts = [(10_000 - 256) * span // 7 for span in range(8)]
     expected = cosine_orthogonality(torch.cat([table[start : start + 256] for start in starts]))
-    assert float(weights(series[0])["embedding_cosine"]) == pytest.approx(float(expected.root_mean_square), rel=1e-6)
+    assert float(measure_weights(series[0])["embedding_cosine"]) == pytest.approx(
+        float(expected.root_mean_square), rel=1e-6
+    )
     assert series.bytes_read < table.nbytes / 2
 
 
-def test_weights_of_something_else_are_named(tmp_path):
+def test_weights_of_another_kind_of_model_are_named(tmp_path):
     save_file({"a": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     (only,) = Checkpoints(tmp_path)
-    with pytest.raises(InputError, match="weights of a Transformer, by their names, got a …"):
-        weights(only)
+    with pytest.raises(InputError, match="must have weights with the names of a Transformer's, got a …"):
+        measure_weights(only)
     with pytest.raises(InputError, match="of which nothing can be measured"):
         probe(Checkpoints(tmp_path), text=TEXT)

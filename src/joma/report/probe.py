@@ -45,7 +45,7 @@ CAPTION_OF_ONE = (
 def tables(data: xr.Dataset, faults: Sequence[Fault]) -> Iterator[Table]:
     """What is wrong with the series, then its layers and its weights."""
     if faults:
-        rows = ((fault.kind, f"{fault.said}; {fault.remedy}.", str(len(fault.left_out))) for fault in faults)
+        rows = ((fault.kind, f"{fault.message}; {fault.remedy}.", str(len(fault.left_out))) for fault in faults)
         yield grid("Audit", ("fault", "what, and what to do", "left out"), rows)
     found = {
         "Entropy of attention / nats": layers(data),

@@ -24,7 +24,7 @@ from joma.progress import SILENT, Progress, Task
 from joma.report.figure import band, canvas, evenly_spaced, letters, measured
 from joma.study import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most
 from joma.watch.loading import quiet, transformers
-from joma.watch.probing import Probed, probe
+from joma.watch.probing import ProbeResult, probe
 from joma.watch.recorder import same_random_numbers
 from joma.watch.series import Checkpoints, Store
 
@@ -78,7 +78,7 @@ def _probed(name: str, series: Checkpoints, store: Store, progress: Progress) ->
     """Probe one series. Its faults are kept as an attribute; those that cost a measure are said at once."""
     found = probe(series, store=store, progress=progress)
     for fault in found.audit.faults:
-        if fault.grave:
+        if fault.loses_data:
             warnings.warn(f"{name}: {fault}", stacklevel=3)
     faults = [{"series": name, **asdict(fault)} for fault in found.audit.faults]
     return _indexed(found).assign_attrs(faults=json.dumps(faults, ensure_ascii=False))
@@ -109,12 +109,12 @@ def _series(name: str, config: Config) -> Checkpoints:
     return Checkpoints(name, revisions=revisions) if revisions and len(series) > 1 else series
 
 
-def _indexed(found: Probed) -> xr.Dataset:
+def _indexed(found: ProbeResult) -> xr.Dataset:
     """Layers and matrices by their number, as models name them differently; and how many checkpoints were left out."""
     data, faults = found.data, found.audit.faults
     absent = [name for name in MEASURES if name not in data]
     if absent:
-        known = (fault.said for fault in faults if fault.kind in ("not run", "not measured"))
+        known = (fault.message for fault in faults if fault.kind in ("not run", "not measured"))
         got = next(known, None) if "entropy" in absent else None
         got = got or f"{data.attrs['source']} without {', '.join(absent)}"
         raise InputError("models", "with all that is drawn", got, "leave it out, and see it with `joma probe`")
