@@ -1,4 +1,4 @@
-"""Noise keyed by seed, step and site against the same hash in Python's integers, and against statistics."""
+"""Noise keyed by seed, step and site, compared with the same hash in Python's integers, and tested statistically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = st.integers(0, 2**63 - 1)
 
 
 def mix(word):
-    """Lowbias32 as its author states it, in unbounded integers."""
+    """Return lowbias32 of a word, as its author states it, in unbounded integers."""
     word ^= word >> 16
     word = word * 0x7FEB352D % WORD
     word ^= word >> 15
@@ -28,6 +28,7 @@ def mix(word):
 
 
 def bits(element, seed, step, site):
+    """Return the 32 random bits of one element, by the formula of `joma.noise`."""
     keys = []
     for lane in (1, 2):
         key = mix(lane)
@@ -43,22 +44,22 @@ def uniform(count, seeds=(0,), step=0, site=0):
 
 @given(seeds=st.lists(NUMBERS, min_size=1, max_size=3), step=NUMBERS, site=st.integers(0, 2**32 - 1))
 def test_the_hash_is_the_one_in_unbounded_integers(seeds, step, site):
-    drawn = noise.uniform((2, 3), key=noise.key(torch.tensor(seeds), torch.tensor(step)), site=site)
+    numbers = noise.uniform((2, 3), key=noise.key(torch.tensor(seeds), torch.tensor(step)), site=site)
     expected = [[(bits(i, seed, step, site) >> 8) / 2**24 for i in range(6)] for seed in seeds]
-    assert drawn.dtype == torch.float32
-    np.testing.assert_array_equal(drawn.reshape(len(seeds), 6).double().numpy(), expected)
+    assert numbers.dtype == torch.float32
+    np.testing.assert_array_equal(numbers.reshape(len(seeds), 6).double().numpy(), expected)
 
 
 @given(seed=NUMBERS, step=NUMBERS, site=st.integers(0, 1000), p=st.floats(0.0, 0.999))
 def test_dropout_drops_where_the_bits_are_below_p(seed, step, site, p):
     x = torch.linspace(1.0, 2.0, 20, dtype=torch.float64)[None]
     dropped = noise.dropout(x, p, key=noise.key(torch.tensor([seed]), step), site=site)
-    kept = np.array([bits(i, seed, step, site) >= round(p * WORD) for i in range(20)])
-    np.testing.assert_allclose(dropped[0], np.where(kept, x[0] / (1 - p), 0.0), rtol=1e-15)
+    retained = np.array([bits(i, seed, step, site) >= round(p * WORD) for i in range(20)])
+    np.testing.assert_allclose(dropped[0], np.where(retained, x[0] / (1 - p), 0.0), rtol=1e-15)
 
 
 def test_fixed_values():
-    """A run stopped under one version goes on under the next: these words must never change."""
+    """A run may be resumed under a later version: these words must never change."""
     words = [3150016374, 1977519822, 2080823105]
     assert [bits(element, seed=3, step=14, site=15) for element in range(3)] == words
     assert uniform(3, (3,), 14, 15)[0].tolist() == [(word >> 8) / 2**24 for word in words]
@@ -70,7 +71,7 @@ def test_fixed_values():
     which=st.integers(0, 4),
     as_tensor=st.booleans(),
 )
-def test_a_seed_does_not_see_its_neighbours(seeds, step, which, as_tensor):
+def test_a_seeds_noise_does_not_depend_on_the_other_seeds(seeds, step, which, as_tensor):
     which %= len(seeds)
     step = torch.tensor(step) if as_tensor else step
     together = noise.uniform((4, 5), key=noise.key(torch.tensor(seeds), step), site=7)
@@ -89,20 +90,20 @@ def test_the_key_of_a_step_needs_no_steps_before_it():
 @settings(max_examples=25)
 @given(seed=NUMBERS, step=NUMBERS, site=st.integers(0, 1000))
 def test_uniform_by_kolmogorov_and_smirnov(seed, step, site):
-    drawn = uniform(20_000, (seed,), step, site)[0]
-    assert stats.kstest(drawn, "uniform").pvalue > 1e-7
-    pairs = np.histogram2d(drawn[:-1:2], drawn[1::2], bins=16, range=[[0, 1], [0, 1]])[0]
+    numbers = uniform(20_000, (seed,), step, site)[0]
+    assert stats.kstest(numbers, "uniform").pvalue > 1e-7
+    pairs = np.histogram2d(numbers[:-1:2], numbers[1::2], bins=16, range=[[0, 1], [0, 1]])[0]
     assert stats.chisquare(pairs.ravel()).pvalue > 1e-7
 
 
 def test_the_p_values_of_many_keys_are_themselves_uniform():
-    drawn = [uniform(2_000, range(20), step, site) for step in range(5) for site in range(4)]
-    p_values = stats.kstest(np.concatenate(drawn), "uniform", axis=1).pvalue
+    samples = [uniform(2_000, range(20), step, site) for step in range(5) for site in range(4)]
+    p_values = stats.kstest(np.concatenate(samples), "uniform", axis=1).pvalue
     assert stats.kstest(p_values, "uniform").pvalue > 0.01
 
 
 def largest_correlation(rows):
-    """The largest |correlation| of two rows, in standard deviations of independent ones."""
+    """Return the largest |correlation| of two rows, in standard deviations of that of independent rows."""
     centred = rows - rows.mean(axis=1, keepdims=True)
     unit = centred / np.linalg.norm(centred, axis=1, keepdims=True)
     products = np.abs(unit @ unit.T)[np.triu_indices(len(rows), 1)]
@@ -111,7 +112,7 @@ def largest_correlation(rows):
 
 @pytest.mark.parametrize("along", ["seed", "step", "site", "neighbour"])
 def test_no_correlation(along):
-    """Among 64 · 63/2 = 2,016 independent pairs the largest stays below 5 deviations but for one time in 900."""
+    """Among 64 · 63/2 = 2,016 independent pairs the largest exceeds 5 deviations once in 900 times."""
     count = 20_000
     rows = {
         "seed": lambda: uniform(count, range(64)),
@@ -159,19 +160,19 @@ def test_no_dropout_is_the_identity():
     assert noise.dropout(x, 0.0, key=noise.key(torch.tensor([3]), 0), site=0).equal(x)
 
 
-def test_values_are_never_looked_at():
-    """On the meta device there are none: a step that waits for the device, and so cannot be captured, would fail."""
+def test_values_are_never_read():
+    """The meta device has no values: a step that waits for the device, and so cannot be captured, would fail."""
     key = noise.key(torch.arange(3, device="meta"), torch.tensor(4, device="meta"))
     assert noise.dropout(torch.ones(3, 4, device="meta"), 0.5, key=key, site=1).shape == (3, 4)
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler has its own to say
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler has warnings of its own
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_devices_agree_exactly():
     seeds, step = torch.tensor([0, 5, 2**40 + 1]), torch.tensor(2**33 + 7)
-    here = noise.uniform((1000, 7), key=noise.key(seeds, step), site=3)
-    there = noise.uniform((1000, 7), key=noise.key(seeds.cuda(), step.cuda()), site=3)
-    assert there.cpu().equal(here)
+    on_cpu = noise.uniform((1000, 7), key=noise.key(seeds, step), site=3)
+    on_cuda = noise.uniform((1000, 7), key=noise.key(seeds.cuda(), step.cuda()), site=3)
+    assert on_cuda.cpu().equal(on_cpu)
 
 
 @pytest.mark.parametrize(

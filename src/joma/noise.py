@@ -2,12 +2,12 @@
 
     u_i = h(h(i ⊕ k_0) ⊕ k_1) / 2³²,    k_j = h(h(h(h(j + 1) + seed) + step) + site)    (seed, step: low, high word)
 
-A generator has a state, and what it draws next depends on all that was drawn before. Here nothing is drawn: a seed's
-dropout masks are the same whichever seeds stand beside it, however often the run was interrupted, and on every device,
-and the step may be a number that lives on the device, so that one captured step serves them all.
+A generator has a state, and what it draws next depends on all earlier draws. Here nothing is drawn: a seed's dropout
+masks are the same whichever other seeds train with it, however often the run was interrupted, and on every device. The
+step may be a tensor on the device, so that one captured CUDA graph serves all steps.
 
 `h` is the 32-bit mixer "lowbias32" of Chris Wellons: two multiplications between three shifts, a bijection. Words are
-kept in int64, where a product of a word with a multiplier of 31 bits cannot overflow: all devices agree exactly.
+stored in int64, where the product of a word and a multiplier of 31 bits cannot overflow: all devices agree exactly.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from torch import Tensor
 
 from joma.arguments import InputError
 
-WORD = 0xFFFFFFFF
-FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # modulo 2³² the signed multiplier is the unsigned one
+_WORD = 0xFFFFFFFF  # the largest 32-bit word, and the mask that reduces a number modulo 2³²
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = (
+    0x7FEB352D,
+    0x846CA68B - 2**32,
+)  # modulo 2³² the signed multiplier equals the unsigned one
 
 
-def streams(generators: Sequence[torch.Generator]) -> Sequence[torch.Generator]:
-    """Return `generators`, checked to be one random stream for each seed.
+def check_generators(generators: Sequence[torch.Generator]) -> Sequence[torch.Generator]:
+    """Return `generators`, or raise `InputError` unless they are one `torch.Generator` for each seed.
 
-    >>> len(streams([torch.Generator().manual_seed(seed) for seed in range(3)]))
+    >>> len(check_generators([torch.Generator().manual_seed(seed) for seed in range(3)]))
     3
     """
-    if not generators or not all(isinstance(one, torch.Generator) for one in generators):
+    if not generators or not all(isinstance(generator, torch.Generator) for generator in generators):
         remedy = "pass `[torch.Generator().manual_seed(seed) for seed in seeds]`"
         raise InputError("generators", "one torch.Generator for each seed", generators, remedy)
     return generators
 
 
 def key(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
-    """Return two words for each seed at this step, to be given to `uniform` and `dropout` together with a site.
+    """Return the key of each seed at a step, two words, for `uniform` and `dropout`.
 
     Args:
         seeds: the seeds' whole numbers [seed], on the device where the noise is wanted.
@@ -54,18 +57,18 @@ def key(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
         got = f"{step.dtype} of shape {tuple(step.shape)}"
         raise InputError("step", "one whole number", got, "pass an int or a tensor without axes")
     seeds, step = seeds.long(), step.long() if isinstance(step, Tensor) else step
-    words = torch.compile(_words) if seeds.is_cuda else _words  # there, one launch instead of fifty
+    words = torch.compile(_words) if seeds.is_cuda else _words  # on CUDA, one launch instead of fifty
     return words(seeds, step)
 
 
 def split(key: Int[Tensor, "2 seed"], count: int) -> Int[Tensor, "{count} 2 seed"]:
-    """Return `count` keys of their own for the parts of a model that have the same sites.
+    """Return `count` independent keys, for the parts of a model that use the same sites.
 
     >>> split(key(torch.tensor([7]), 3), 4).unique().numel()
     8
     """
-    own = _fold(key, WORD).expand(count, *key.shape).clone()
-    return _fold(own, torch.arange(count, device=key.device)[:, None, None])
+    words = _fold(key, _WORD).expand(count, *key.shape).clone()
+    return _fold(words, torch.arange(count, device=key.device)[:, None, None])
 
 
 def uniform(shape: Sequence[int], *, key: Int[Tensor, "2 seed"], site: int) -> Float[Tensor, "seed ..."]:
@@ -74,7 +77,7 @@ def uniform(shape: Sequence[int], *, key: Int[Tensor, "2 seed"], site: int) -> F
     Args:
         shape: without the seed's axis.
         key: of `joma.noise.key`.
-        site: a number of its own for every place where a model uses noise.
+        site: a different number for every place where a model uses noise.
 
     >>> uniform((2,), key=key(torch.tensor([7]), 3), site=1)
     tensor([[0.1798, 0.8655]])
@@ -85,6 +88,12 @@ def uniform(shape: Sequence[int], *, key: Int[Tensor, "2 seed"], site: int) -> F
 def dropout(x: Float[Tensor, "seed ..."], p: float, *, key: Int[Tensor, "2 _"], site: int) -> Tensor:
     """Return x with each element set to zero with probability p, and the others divided by 1 − p.
 
+    Args:
+        x: with the seed's axis first.
+        p: the probability of dropping an element.
+        key: of `joma.noise.key`, for the same seeds in the same order.
+        site: a different number for every place where a model uses noise.
+
     >>> dropout(torch.ones(1, 6), 0.5, key=key(torch.tensor([7]), 3), site=1)
     tensor([[0., 2., 0., 0., 0., 2.]])
     """
@@ -92,14 +101,14 @@ def dropout(x: Float[Tensor, "seed ..."], p: float, *, key: Int[Tensor, "2 _"], 
         raise InputError("p", "in [0, 1)", p, "give the probability of dropping an element")
     if len(x) != key.shape[1]:
         raise InputError("key", f"of {len(x)} seeds, like x", key.shape[1], "make it of the same seeds, in their order")
-    kept = _bits(x.shape[1:], key, site) >= round(p * 2**32)
-    return x * kept * (1.0 / (1.0 - p))
+    retained = _bits(x.shape[1:], key, site) >= round(p * 2**32)
+    return x * retained * (1.0 / (1.0 - p))
 
 
 def _bits(shape: Sequence[int], key: Int[Tensor, "2 seed"], site: int) -> Int[Tensor, "seed ..."]:
     """Return 32 random bits for each element: its number within the seed, keyed twice and mixed twice."""
     count = math.prod(shape)
-    if count > WORD:
+    if count > _WORD:
         raise InputError("shape", "of at most 2³² elements for each seed", tuple(shape), "use several sites")
     first, second = _fold(key, site)[:, :, None]
     words = torch.arange(count, device=key.device) ^ first
@@ -115,16 +124,17 @@ def _words(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
 
 
 def _fold(words: Tensor, number: Tensor | int) -> Tensor:
-    return _mix((words + (number & WORD)) & WORD)
+    """Return new words that depend on the words and on the low 32 bits of the number."""
+    return _mix((words + (number & _WORD)) & _WORD)
 
 
 def _mix(words: Tensor) -> Tensor:
-    """Scramble 32-bit words in place: each bit of the result depends on every bit given."""
+    """Scramble 32-bit words in place: each bit of the result depends on every bit of the word."""
     words ^= words >> 16
-    words *= FIRST
-    words &= WORD
+    words *= _FIRST_MULTIPLIER
+    words &= _WORD
     words ^= words >> 15
-    words *= SECOND
-    words &= WORD
+    words *= _SECOND_MULTIPLIER
+    words &= _WORD
     words ^= words >> 16
     return words

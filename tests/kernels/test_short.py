@@ -1,4 +1,4 @@
-"""Attention over few positions: against the matrix of weights and autograd; on CUDA, the kernel against both."""
+"""Attention over few positions, compared with the matrix of weights and autograd; on CUDA, the kernel with both."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from joma.kernels.short import MOST, fits, short_attention
+from joma.kernels.short import MAX_POSITIONS, fits, short_attention
 from joma.models.transformer import Decoder, DecoderConfig
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-def drawn(seed: int, asks: int, keys: int, heads: int, part: int, **kind):
+def draw_inputs(seed: int, queries: int, keys: int, heads: int, part: int, **kind):
+    """Queries, keys and values of `heads` heads, each `part` wide."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((2, 3, asks, heads * part), (2, 3, keys, heads * part), (2, 3, keys, heads * part))
+    shapes = ((2, 3, queries, heads * part), (2, 3, keys, heads * part), (2, 3, keys, heads * part))
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(**kind) for shape in shapes]
 
 
-def causal(asks: int, keys: int, **kind) -> torch.Tensor:
-    reach = torch.zeros(keys, keys, **kind)
-    return reach.masked_fill(torch.ones_like(reach, dtype=torch.bool).triu(1), torch.finfo(reach.dtype).min)[-asks:]
+def causal_mask(queries: int, keys: int, **kind) -> torch.Tensor:
+    mask = torch.zeros(keys, keys, **kind)
+    return mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(1), torch.finfo(mask.dtype).min)[-queries:]
 
 
-def plainly(query, key, value, reach, heads):
-    """Head by head and query by query, in words of softmax alone."""
-    rows = []
-    for part, shared, own in zip(*(x.chunk(heads, dim=-1) for x in (query, key, value)), strict=True):
-        scores = torch.einsum("bsqd,bskd->bsqk", part, shared) / part.shape[-1] ** 0.5 + reach
-        rows.append(torch.einsum("bsqk,bskd->bsqd", torch.softmax(scores, dim=-1), own))
-    return torch.cat(rows, dim=-1)
+def plain_attention(query, key, value, mask, heads):
+    """Softmax attention, one head after the other."""
+    outputs = []
+    for q, k, v in zip(*(x.chunk(heads, dim=-1) for x in (query, key, value)), strict=True):
+        scores = torch.einsum("bsqd,bskd->bsqk", q, k) / q.shape[-1] ** 0.5 + mask
+        outputs.append(torch.einsum("bsqk,bskd->bsqd", torch.softmax(scores, dim=-1), v))
+    return torch.cat(outputs, dim=-1)
 
 
-def shifts(seed, width, **kind):
+def draw_biases(seed, width, **kind):
     return torch.randn(3, 2, width, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64).to(**kind)
 
 
-def shifted(inputs, biases):
-    return inputs if biases is None else [x + own[:, None, None] for x, own in zip(inputs, biases, strict=True)]
+def add_biases(inputs, biases):
+    return inputs if biases is None else [x + bias[:, None, None] for x, bias in zip(inputs, biases, strict=True)]
 
 
 SIZES = st.integers(1, 7).flatmap(lambda keys: st.tuples(st.integers(1, keys), st.just(keys)))
@@ -46,28 +47,27 @@ SIZES = st.integers(1, 7).flatmap(lambda keys: st.tuples(st.integers(1, keys), s
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 1000), sizes=SIZES, heads=st.integers(1, 3), part=st.integers(1, 4), biased=st.booleans())
-def test_it_is_softmax_attention_and_so_are_its_slopes(seed, sizes, heads, part, biased):
-    (asks, keys), reach = sizes, causal(*sizes, dtype=torch.float64)
-    inputs = [own.requires_grad_() for own in drawn(seed, asks, keys, heads, part)]
-    biases = shifts(seed, heads * part).requires_grad_() if biased else None
-    found = short_attention(*inputs, reach, heads=heads, biases=biases)
-    expected = plainly(*shifted(inputs, biases), reach, heads)
+def test_values_and_gradients_are_those_of_softmax_attention(seed, sizes, heads, part, biased):
+    (queries, keys), mask = sizes, causal_mask(*sizes, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in draw_inputs(seed, queries, keys, heads, part)]
+    biases = draw_biases(seed, heads * part).requires_grad_() if biased else None
+    output = short_attention(*inputs, mask, heads=heads, biases=biases)
+    expected = plain_attention(*add_biases(inputs, biases), mask, heads)
     inputs = inputs if biases is None else [*inputs, biases]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    above = torch.randn(found.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    for own, other in zip(
-        torch.autograd.grad(found, inputs, above), torch.autograd.grad(expected, inputs, above), strict=True
-    ):
-        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    factors = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    gradients = torch.autograd.grad(output, inputs, factors)
+    for gradient, expected_gradient in zip(gradients, torch.autograd.grad(expected, inputs, factors), strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
 
 
 def test_the_operator_keeps_what_it_promises_the_compiler():
-    inputs = [own.requires_grad_() for own in drawn(0, 3, 5, 2, 4)]
-    found = torch.library.opcheck(
+    inputs = [x.requires_grad_() for x in draw_inputs(0, 3, 5, 2, 4)]
+    results = torch.library.opcheck(
         torch.ops.joma.short_attention.default,
-        (*inputs, causal(3, 5, dtype=torch.float64), shifts(0, 8).requires_grad_(), 2),
+        (*inputs, causal_mask(3, 5, dtype=torch.float64), draw_biases(0, 8).requires_grad_(), 2),
     )
-    assert set(found.values()) == {"SUCCESS"}
+    assert set(results.values()) == {"SUCCESS"}
 
 
 def test_the_kernel_is_for_few_positions_in_half_precision_on_cuda():
@@ -76,41 +76,43 @@ def test_the_kernel_is_for_few_positions_in_half_precision_on_cuda():
         few = torch.zeros(1, 1, 4, 32, dtype=torch.bfloat16, device="cuda")
         assert fits(few, 2)
         assert not fits(few.float(), 2)
-        assert not fits(few, 4)  # 8 units a head
-        assert not fits(few.expand(1, 1, 4, 32).repeat(1, 1, MOST, 1), 2)
+        assert not fits(few, 4)  # heads of width 8
+        assert not fits(few.expand(1, 1, 4, 32).repeat(1, 1, MAX_POSITIONS, 1), 2)
 
 
 @cuda
 @pytest.mark.parametrize(
-    ("asks", "keys", "heads", "part"),
+    ("queries", "keys", "heads", "part"),
     [(11, 11, 6, 64), (4, 11, 6, 64), (1, 8, 2, 16), (38, 38, 2, 64), (4, 38, 1, 128)],
 )
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_kernel_is_exact_up_to_the_rounding_of_half_precision(asks, keys, heads, part, biased):
-    inputs = [own.requires_grad_() for own in drawn(1, asks, keys, heads, part, dtype=torch.bfloat16, device="cuda")]
-    exact = [own.detach().double().requires_grad_() for own in inputs]
-    reach = causal(asks, keys, dtype=torch.float32, device="cuda")
-    biases = shifts(2, heads * part, dtype=torch.float32, device="cuda") / 4 if biased else None
-    found = short_attention(*inputs, reach, heads=heads, biases=biases)
-    expected = plainly(*shifted(exact, biases), reach.double(), heads)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-2)
-    above = torch.randn_like(found)
-    slopes = torch.autograd.grad(found, inputs, above)
-    for own, other in zip(slopes, torch.autograd.grad(expected, exact, above.double()), strict=True):
-        torch.testing.assert_close(own.double(), other, rtol=0, atol=6e-2)
+def test_the_kernel_is_exact_up_to_the_rounding_of_half_precision(queries, keys, heads, part, biased):
+    kind = {"dtype": torch.bfloat16, "device": "cuda"}
+    inputs = [x.requires_grad_() for x in draw_inputs(1, queries, keys, heads, part, **kind)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    mask = causal_mask(queries, keys, dtype=torch.float32, device="cuda")
+    biases = draw_biases(2, heads * part, dtype=torch.float32, device="cuda") / 4 if biased else None
+    output = short_attention(*inputs, mask, heads=heads, biases=biases)
+    expected = plain_attention(*add_biases(exact, biases), mask.double(), heads)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-2)
+    factors = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, inputs, factors)
+    expected_gradients = torch.autograd.grad(expected, exact, factors.double())
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=0, atol=6e-2)
 
 
 @cuda
 @pytest.mark.parametrize("positions", ["none", "rotary"])
 @pytest.mark.parametrize("last", [0, 2])
-def test_a_decoder_on_cuda_says_the_same_with_the_kernel(positions, last):
+def test_a_decoder_on_cuda_gives_the_same_logits_with_the_kernel(positions, last):
     config = DecoderConfig(vocabulary=5, width=32, layers=2, heads=2, positions=positions, length=6)
     model = Decoder(config, generators=[torch.Generator().manual_seed(seed) for seed in range(2)]).cuda()
     tokens = torch.randint(5, (3, 6), generator=torch.Generator().manual_seed(0)).cuda()
     exact = model(tokens, last=last)
     with torch.autocast("cuda", torch.bfloat16):
-        short = model(tokens, last=last)
-        matrix = model.logits(model.final_states(tokens, last=last, watched={"attention": []}))
-    assert not short.equal(matrix)  # else the kernel was not there
-    torch.testing.assert_close(short.float(), exact, rtol=0, atol=5e-2)
-    torch.testing.assert_close(matrix.float(), exact, rtol=0, atol=5e-2)
+        by_kernel = model(tokens, last=last)
+        by_matrix = model.logits(model.final_states(tokens, last=last, watched={"attention": []}))
+    assert not by_kernel.equal(by_matrix)  # equal if the kernel was not used
+    torch.testing.assert_close(by_kernel.float(), exact, rtol=0, atol=5e-2)
+    torch.testing.assert_close(by_matrix.float(), exact, rtol=0, atol=5e-2)

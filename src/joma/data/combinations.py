@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from joma.arguments import InputError, whole
-from joma.noise import streams
+from joma.noise import check_generators
 
 CHUNK = 2**22  # labels drawn at once, 32 MiB
 
@@ -170,7 +170,9 @@ class CombinationTree:
         [1.0, 1.0, 1.0]
         """
         tries = whole("tries", tries)
-        trees = [self._draw(seed, generator, twins, tries) for seed, generator in enumerate(streams(generators))]
+        trees = [
+            self._draw(seed, generator, twins, tries) for seed, generator in enumerate(check_generators(generators))
+        ]
         members = tuple(torch.stack(layer) for layer in zip(*trees, strict=True))
         token, *reached = _reach(members)
         longest = int(token.sum(dim=-1).max())
@@ -216,7 +218,7 @@ def minibatch_counts(
             [34, 28, 35, 31]])
     """
     classes, batch, steps = whole("classes", classes), whole("batch", batch), whole("steps", steps)
-    return torch.stack([_counts(classes, batch, steps, generator) for generator in streams(generators)], dim=1)
+    return torch.stack([_counts(classes, batch, steps, generator) for generator in check_generators(generators)], dim=1)
 
 
 def _counts(classes: int, batch: int, steps: int, generator: torch.Generator) -> Int[Tensor, "step label"]:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from joma.arguments import InputError, choice, scalar, whole
-from joma.noise import streams
+from joma.noise import check_generators
 
 WIDTH = 30.0  # twice the variance of the bumps of `gaussian`, in tokens squared
 
@@ -96,7 +96,9 @@ def token_classes(
     if distinct + common == 0:
         raise InputError("distinct + common", "at least 1", 0, "give the classes some tokens")
     shape = (distinct + common, classes)
-    uniform = torch.stack([torch.rand(shape, generator=stream, dtype=dtype) / 2 for stream in streams(generators)])
+    uniform = torch.stack(
+        [torch.rand(shape, generator=stream, dtype=dtype) / 2 for stream in check_generators(generators)]
+    )
     weight = weights_of(uniform, distinct).mT
     return TokenClasses(
         frequency=(weight / weight.sum(dim=-1, keepdim=True)).contiguous(),
@@ -146,7 +148,7 @@ def sequence_classes(
     variation = scalar("variation", variation, low=0.0, high=1.0)
     labels = queries * classes
     frequencies = []
-    for generator in streams(generators):
+    for generator in check_generators(generators):
         of_class = torch.rand(labels, distinct, generator=generator, dtype=dtype)
         level = torch.rand(common, generator=generator, dtype=dtype)
         deviation = torch.rand(labels, common, generator=generator, dtype=dtype)
@@ -186,7 +188,7 @@ def contexts(
     True
     """
     samples, length = whole("samples", samples), whole("length", length)
-    _check_frequency(frequency, len(streams(generators)))
+    _check_frequency(frequency, len(check_generators(generators)))
     labels, tokens = [], []
     for probability, generator in zip(frequency, generators, strict=True):
         label = torch.randint(len(probability), (samples,), generator=generator)

@@ -1,4 +1,4 @@
-"""The kernels of `short`, in triton: a program holds one head of one sample whole."""
+"""The kernels of `joma.kernels.short` in Triton: one program computes one head of one sample."""
 
 # No `from __future__ import annotations`: triton reads `tl.constexpr` from the annotations themselves.
 # pyright: basic, reportMissingImports=false
@@ -13,55 +13,55 @@ from torch import Tensor
 
 from joma.kernels.gpu import jit
 
-_LEAST = 16  # the tensor cores' smallest factor
+_MIN_BLOCK = 16  # the smallest factor of the tensor cores' products
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, reach: Tensor, biases: Tensor | None, heads: int) -> Tensor:
+def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, biases: Tensor | None, heads: int) -> Tensor:
     """Return the heads' outputs, shaped like the queries."""
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     output = torch.empty_like(query)
-    _launch(_forward, (query, key, value, reach.contiguous()), biases, (output,), heads)
+    _launch(_forward, (query, key, value, mask.contiguous()), biases, (output,), heads)
     return output
 
 
 def backward(
-    query: Tensor, key: Tensor, value: Tensor, reach: Tensor, biases: Tensor | None, slope: Tensor, heads: int
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, biases: Tensor | None, grad_output: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the slopes of queries, keys and values."""
-    query, key, value, slope = query.contiguous(), key.contiguous(), value.contiguous(), slope.contiguous()
-    slopes = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    _launch(_backward, (query, key, value, reach.contiguous()), biases, (slope, *slopes), heads)
-    return slopes
+    """Return the gradients of queries, keys and values."""
+    query, key, value, grad_output = query.contiguous(), key.contiguous(), value.contiguous(), grad_output.contiguous()
+    gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    _launch(_backward, (query, key, value, mask.contiguous()), biases, (grad_output, *gradients), heads)
+    return gradients
 
 
 def _launch(
-    kernel: Any, given: tuple[Tensor, ...], biases: Tensor | None, others: tuple[Tensor, ...], heads: int
+    kernel: Any, inputs: tuple[Tensor, ...], biases: Tensor | None, others: tuple[Tensor, ...], heads: int
 ) -> None:
-    (seeds, samples, asks, width), keys = given[0].shape, given[1].shape[2]
+    (seeds, samples, queries, width), keys = inputs[0].shape, inputs[1].shape[2]
     part = width // heads
-    rows, columns = (max(_LEAST, triton.next_power_of_2(length)) for length in (asks, keys))
-    with torch.cuda.device(given[0].device):
+    rows, columns = (max(_MIN_BLOCK, triton.next_power_of_2(length)) for length in (queries, keys))
+    with torch.cuda.device(inputs[0].device):
         kernel[(seeds * samples * heads,)](
-            *given,
-            given[0] if biases is None else biases.contiguous(),
+            *inputs,
+            inputs[0] if biases is None else biases.contiguous(),
             *others,
             seeds,
             samples,
             heads,
-            asks,
+            queries,
             keys,
             part**-0.5,
             BIASED=biases is not None,
             PART=part,
-            ASKS=rows,
+            QUERIES=rows,
             KEYS=columns,
-            num_warps=max(rows, columns) // _LEAST,
+            num_warps=max(rows, columns) // _MIN_BLOCK,
         )
 
 
 @jit
-def _places(length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
-    """Where [ROWS, PART] of this program's sample and head lie, and which of them are among its `length` positions."""
+def _offsets(length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
+    """Return the offsets of [ROWS, PART] of this program's sample and head, and which rows are below `length`."""
     sample = (tl.program_id(0) // heads).to(tl.int64)
     rows = tl.arange(0, ROWS)
     first = ((sample * length + rows) * heads + tl.program_id(0) % heads) * PART
@@ -69,38 +69,47 @@ def _places(length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def _load(at, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
-    places, inside = _places(length, heads, PART, ROWS)
-    return tl.load(at + places, mask=inside, other=0.0)
+def _load(pointer, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
+    offsets, inside = _offsets(length, heads, PART, ROWS)
+    return tl.load(pointer + offsets, mask=inside, other=0.0)
 
 
 @jit
-def _biased(
-    at, bias_at, which, length, seeds, samples, heads, BIASED: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr
+def _load_biased(
+    pointer,
+    bias_ptr,
+    which,
+    length,
+    seeds,
+    samples,
+    heads,
+    BIASED: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Load, and add the bias of queries (0), keys (1) or values (2); positions that are not there stay zero."""
-    places, inside = _places(length, heads, PART, ROWS)
-    found = tl.load(at + places, mask=inside, other=0.0)
+    """Load queries (`which` = 0), keys (1) or values (2) and add their bias; rows beyond `length` stay zero."""
+    offsets, inside = _offsets(length, heads, PART, ROWS)
+    values = tl.load(pointer + offsets, mask=inside, other=0.0)
     if BIASED:
         seed = tl.program_id(0) // (heads * samples)
-        own = ((which * seeds + seed) * heads + tl.program_id(0) % heads) * PART + tl.arange(0, PART)
-        bias = tl.load(bias_at + own).to(tl.float32)
-        found = tl.where(inside, found.to(tl.float32) + bias[None, :], 0.0).to(found.dtype)
-    return found
+        bias_offsets = ((which * seeds + seed) * heads + tl.program_id(0) % heads) * PART + tl.arange(0, PART)
+        bias = tl.load(bias_ptr + bias_offsets).to(tl.float32)
+        values = tl.where(inside, values.to(tl.float32) + bias[None, :], 0.0).to(values.dtype)
+    return values
 
 
 @jit
-def _store(at, values, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
-    places, inside = _places(length, heads, PART, ROWS)
-    tl.store(at + places, values.to(at.dtype.element_ty), mask=inside)
+def _store(pointer, values, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
+    offsets, inside = _offsets(length, heads, PART, ROWS)
+    tl.store(pointer + offsets, values.to(pointer.dtype.element_ty), mask=inside)
 
 
 @jit
-def _weights(query, key, reach_at, asks, keys, scale, ASKS: tl.constexpr, KEYS: tl.constexpr):
-    rows, columns = tl.arange(0, ASKS)[:, None], tl.arange(0, KEYS)[None, :]
-    inside = (rows < asks) & (columns < keys)
-    reach = tl.load(reach_at + rows * keys + columns, mask=inside, other=0.0).to(tl.float32)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale + reach
+def _weights(query, key, mask_ptr, queries, keys, scale, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    rows, columns = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
+    inside = (rows < queries) & (columns < keys)
+    added = tl.load(mask_ptr + rows * keys + columns, mask=inside, other=0.0).to(tl.float32)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale + added
     scores = tl.where(columns < keys, scores, float("-inf"))
     e = tl.exp(scores - tl.max(scores, 1)[:, None])
     return e / tl.sum(e, 1)[:, None]
@@ -108,60 +117,60 @@ def _weights(query, key, reach_at, asks, keys, scale, ASKS: tl.constexpr, KEYS: 
 
 @jit
 def _forward(
-    query_at,
-    key_at,
-    value_at,
-    reach_at,
-    bias_at,
-    output_at,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    mask_ptr,
+    bias_ptr,
+    output_ptr,
     seeds,
     samples,
     heads,
-    asks,
+    queries,
     keys,
     scale,
     BIASED: tl.constexpr,
     PART: tl.constexpr,
-    ASKS: tl.constexpr,
+    QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    query = _biased(query_at, bias_at, 0, asks, seeds, samples, heads, BIASED, PART, ASKS)
-    key = _biased(key_at, bias_at, 1, keys, seeds, samples, heads, BIASED, PART, KEYS)
-    value = _biased(value_at, bias_at, 2, keys, seeds, samples, heads, BIASED, PART, KEYS)
-    p = _weights(query, key, reach_at, asks, keys, scale, ASKS, KEYS)
-    _store(output_at, tl.dot(p.to(value.dtype), value, input_precision="ieee"), asks, heads, PART, ASKS)
+    query = _load_biased(query_ptr, bias_ptr, 0, queries, seeds, samples, heads, BIASED, PART, QUERIES)
+    key = _load_biased(key_ptr, bias_ptr, 1, keys, seeds, samples, heads, BIASED, PART, KEYS)
+    value = _load_biased(value_ptr, bias_ptr, 2, keys, seeds, samples, heads, BIASED, PART, KEYS)
+    p = _weights(query, key, mask_ptr, queries, keys, scale, QUERIES, KEYS)
+    _store(output_ptr, tl.dot(p.to(value.dtype), value, input_precision="ieee"), queries, heads, PART, QUERIES)
 
 
 @jit
 def _backward(
-    query_at,
-    key_at,
-    value_at,
-    reach_at,
-    bias_at,
-    slope_at,
-    by_query_at,
-    by_key_at,
-    by_value_at,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    mask_ptr,
+    bias_ptr,
+    grad_output_ptr,
+    grad_query_ptr,
+    grad_key_ptr,
+    grad_value_ptr,
     seeds,
     samples,
     heads,
-    asks,
+    queries,
     keys,
     scale,
     BIASED: tl.constexpr,
     PART: tl.constexpr,
-    ASKS: tl.constexpr,
+    QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    query = _biased(query_at, bias_at, 0, asks, seeds, samples, heads, BIASED, PART, ASKS)
-    key = _biased(key_at, bias_at, 1, keys, seeds, samples, heads, BIASED, PART, KEYS)
-    value = _biased(value_at, bias_at, 2, keys, seeds, samples, heads, BIASED, PART, KEYS)
-    slope = _load(slope_at, asks, heads, PART, ASKS)
-    p = _weights(query, key, reach_at, asks, keys, scale, ASKS, KEYS)
-    _store(by_value_at, tl.dot(tl.trans(p.to(slope.dtype)), slope, input_precision="ieee"), keys, heads, PART, KEYS)
-    by_weight = tl.dot(slope, tl.trans(value), input_precision="ieee")
-    by_score = p * (by_weight - tl.sum(p * by_weight, 1)[:, None]) * scale
-    by_score = by_score.to(query.dtype)
-    _store(by_query_at, tl.dot(by_score, key, input_precision="ieee"), asks, heads, PART, ASKS)
-    _store(by_key_at, tl.dot(tl.trans(by_score), query, input_precision="ieee"), keys, heads, PART, KEYS)
+    query = _load_biased(query_ptr, bias_ptr, 0, queries, seeds, samples, heads, BIASED, PART, QUERIES)
+    key = _load_biased(key_ptr, bias_ptr, 1, keys, seeds, samples, heads, BIASED, PART, KEYS)
+    value = _load_biased(value_ptr, bias_ptr, 2, keys, seeds, samples, heads, BIASED, PART, KEYS)
+    grad = _load(grad_output_ptr, queries, heads, PART, QUERIES)
+    p = _weights(query, key, mask_ptr, queries, keys, scale, QUERIES, KEYS)
+    _store(grad_value_ptr, tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision="ieee"), keys, heads, PART, KEYS)
+    grad_weight = tl.dot(grad, tl.trans(value), input_precision="ieee")
+    grad_score = p * (grad_weight - tl.sum(p * grad_weight, 1)[:, None]) * scale
+    grad_score = grad_score.to(query.dtype)
+    _store(grad_query_ptr, tl.dot(grad_score, key, input_precision="ieee"), queries, heads, PART, QUERIES)
+    _store(grad_key_ptr, tl.dot(tl.trans(grad_score), query, input_precision="ieee"), keys, heads, PART, KEYS)

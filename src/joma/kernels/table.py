@@ -1,7 +1,7 @@
-"""Rows of a small table: the gradient as a product instead of a sort.
+"""Rows of a small table, whose gradient is a matrix product instead of a sort.
 
-To add up the gradient of an embedding in a fixed order PyTorch sorts numbers of rows, a dozen launches on CUDA. Where a
-seed has few types, a product with ones and zeros is quicker and as deterministic.
+To add up the gradient of an embedding in a fixed order PyTorch sorts the row numbers, a dozen launches on CUDA. Where
+each seed has few rows, a product with a matrix of ones and zeros is faster and just as deterministic.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-FEW = 512  # types up to which the product is the quicker one
+MAX_ROWS = 512  # of a seed, up to which the product is the faster way
 
 
 def lookup(
     rows: Int[Tensor, "seed sample position"], table: Float[Tensor, "row width"]
 ) -> Float[Tensor, "seed sample position width"]:
-    """Return table[rows], the table holding the seeds' rows one after the other, each seed asking for its own alone.
+    """Return table[rows]; the table has the rows of each seed one after the other, and each seed reads only its own.
 
     >>> lookup(torch.tensor([[[0]], [[3]]]), torch.arange(4.0)[:, None]).flatten()
     tensor([0., 3.])
     """
-    found = _Lookup.apply(rows, table)
-    assert isinstance(found, Tensor)
-    return found
+    embedded = _Lookup.apply(rows, table)
+    assert isinstance(embedded, Tensor)
+    return embedded
 
 
 class _Lookup(torch.autograd.Function):
@@ -41,7 +41,7 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (rows,) = ctx.saved_tensors
-        seeds, types = len(rows), ctx.shape[0] // len(rows)
-        own = rows.flatten(1) - torch.arange(0, ctx.shape[0], types, device=rows.device)[:, None]
-        chosen = own[..., None] == torch.arange(types, device=rows.device)
-        return None, (chosen.to(g.dtype).mT @ g.reshape(seeds, -1, g.shape[-1])).flatten(0, 1)
+        seeds, seed_rows = len(rows), ctx.shape[0] // len(rows)
+        tokens = rows.flatten(1) - torch.arange(0, ctx.shape[0], seed_rows, device=rows.device)[:, None]
+        one_hot = tokens[..., None] == torch.arange(seed_rows, device=rows.device)
+        return None, (one_hot.to(g.dtype).mT @ g.reshape(seeds, -1, g.shape[-1])).flatten(0, 1)

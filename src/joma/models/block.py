@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, scalar, whole
 from joma.kernels.gelu import gelu
-from joma.noise import streams
+from joma.noise import check_generators
 
 
 def _linear(z: Tensor, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         tokens, hidden, queries = whole("tokens", tokens), whole("hidden", hidden), whole("queries", queries)
-        streams(generators)
+        check_generators(generators)
         self.attention = choice("attention", attention, ATTENTIONS)
         self.activation = choice("activation", activation, ACTIVATIONS)
         self.temperature = _temperature(temperature, attention)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, whole
 from joma.kernels.head import surprisal
-from joma.kernels.table import FEW, lookup
+from joma.kernels.table import MAX_ROWS, lookup
 from joma.models.config import CHOICES, SITES, DecoderConfig
 from joma.models.initialisation import INITS, ParameterDraw
 from joma.models.layers import (
@@ -35,7 +35,7 @@ from joma.models.layers import (
     Watched,
     sinusoids,
 )
-from joma.noise import streams
+from joma.noise import check_generators
 
 __all__ = ["CHOICES", "INITS", "SITES", "Decoder", "DecoderConfig", "Layer", "Linear"]
 
@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        streams(generators)
+        check_generators(generators)
         if residual is not None and residual.shape != (len(generators), config.layers, 2):
             expected = f"of shape {(len(generators), config.layers, 2)}: seed, layer, attention and MLP"
             raise InputError("residual", expected, tuple(residual.shape), "give a pair for each layer of each seed")
@@ -264,7 +264,7 @@ class Decoder(nn.Module):
         first = torch.arange(0, seeds * vocabulary, vocabulary, device=tokens.device)[:, None, None]
         rows = (first + tokens).masked_fill((tokens < 0) | (tokens >= vocabulary), seeds * vocabulary)
         table = embedding.flatten(0, 1)
-        return lookup(rows, table) if table.is_cuda and vocabulary <= FEW else F.embedding(rows, table)
+        return lookup(rows, table) if table.is_cuda and vocabulary <= MAX_ROWS else F.embedding(rows, table)
 
     def _mask(
         self, x: ResidualStream, multiplicity: Tensor | None, query_positions: QueryPositions
