@@ -1,4 +1,8 @@
-"""`make benchmark` (or `python -m benchmarks [NAME...]`): every promised number beside what this run reached."""
+"""`make benchmark`, or `python -m benchmarks [NAME...]`: measure every promised number and compare it with its target.
+
+Each benchmark is a module with a function `rows`, which yields for each number what is measured, the target, the
+result, and whether the target is met.
+"""
 
 import sys
 import time
@@ -20,21 +24,19 @@ NAMES = (
 
 
 def main(names: list[str]) -> int:
-    """Print one line a number; exit 1 if one was not reached, 2 for a name that is none."""
+    """Run the named benchmarks, or all; return the exit code: 1 if a target is missed, 2 for an unknown name."""
     if unknown := [name for name in names if name not in NAMES]:
-        print(
-            f"names: expected some of {', '.join(NAMES)}, got {', '.join(unknown)}; leave them out for all",
-            file=sys.stderr,
-        )
+        known = ", ".join(NAMES)
+        print(f"no benchmark is called {', '.join(unknown)}; choose from {known}, or give no name.", file=sys.stderr)
         return 2
     missed = 0
-    print(f"{'what':<78} {'asked':>16} {'reached':>22}")
+    print(f"{'what':<78} {'target':>16} {'result':>22}")
     for name in names or NAMES:
-        begun = time.perf_counter()
-        for what, asked, reached, met in import_module(f"benchmarks.{name}").rows():
+        start = time.perf_counter()
+        for what, target, result, met in import_module(f"benchmarks.{name}").rows():
             missed += not met
-            print(f"{what:<78} {asked:>16} {reached:>22}  {'ok' if met else 'MISSED'}", flush=True)
-        print(f"({name}: {time.perf_counter() - begun:.1f} s)", flush=True)
+            print(f"{what:<78} {target:>16} {result:>22}  {'ok' if met else 'MISSED'}", flush=True)
+        print(f"({name}: {time.perf_counter() - start:.1f} s)", flush=True)
     return 1 if missed else 0
 
 

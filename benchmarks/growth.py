@@ -11,6 +11,7 @@ import mpmath as mp
 import numpy as np
 from scipy.integrate import solve_ivp
 
+from benchmarks import Row
 from benchmarks.timing import time_ratio
 from joma.theory import growth
 
@@ -19,7 +20,7 @@ _START = 0.05  # the default of `growth.nonlinear`
 processor_ratio = partial(time_ratio, repeats=3, clock=time.process_time)
 
 
-def rows() -> Iterator[tuple[str, str, str, bool]]:
+def rows() -> Iterator[Row]:
     """Yield what is measured, what is asked, what is reached, and whether that is enough."""
     mu = np.random.default_rng(0).uniform(0.5, 3, 100_000)
     ratio = _speed(mu)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from benchmarks import Row
 from joma.theory.flows import BlockFlow, block, cross_entropy, squared_error
 from joma.theory.invariants import ledger, predict, relative_error
 
@@ -14,7 +15,7 @@ SAMPLES, TOKENS, QUERIES, HIDDEN = 12, 6, 3, 5
 SMOOTH = ("linear", "gelu", "silu", "tanh")
 
 
-def rows() -> Iterator[tuple[str, str, str, bool]]:
+def rows() -> Iterator[Row]:
     """Yield (what, asked, reached, met)."""
     for attention in ("linear", "exp", "softmax"):
         law = "ledger" if attention == "softmax" else "law"

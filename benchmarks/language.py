@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.training import Row, synchronised
+from benchmarks import Row
+from benchmarks.training import synchronised
 from joma import noise
 from joma.models.transformer import Decoder
 from joma.studies.text import entropy_text, language_training

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from benchmarks import Row
 from benchmarks.memory import forget_peak, resident
 from benchmarks.training import synchronised
 from joma.kernels import entropy_blocks
@@ -20,7 +21,6 @@ from joma.kernels.entropy_blocks import IMPLEMENTATIONS, PRECISIONS, Scores
 from joma.probes.entropy import attention_entropy
 from joma.probes.rank import spectral_norm, stable_rank
 
-Row = tuple[str, str, str, bool]
 MIB = 2**20
 TILES = {  # queries, keys, warps, stages
     torch.bfloat16: (

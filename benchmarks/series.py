@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import Row
+
 COUNT = int(os.environ.get("JOMA_BENCHMARK_CHECKPOINTS", "100"))
 WORDS, WIDTH, LAYERS = 50_304, 512, 8
 SHAPES = {
@@ -55,7 +57,7 @@ def write_series(folder: Path) -> int:
     return max(2 * weight.numel() for weight in model.values())
 
 
-def rows() -> Iterator[tuple[str, str, str, bool]]:
+def rows() -> Iterator[Row]:
     """Yield (what, asked, reached, met)."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "series"

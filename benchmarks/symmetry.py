@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from benchmarks import Row
 from joma.data.addition import ceiling
 from joma.progress import Progress, Task
 from joma.studies import execute, load
@@ -26,7 +27,6 @@ SECONDS = 30
 MINUTES, MEMORY = 15, 100
 PAPER: addition.Config = addition.STUDY.presets["paper"].config
 SHORT = 300  # steps of each fit from which the time of all is extrapolated
-Row = tuple[str, str, str, bool]
 
 
 def rows() -> Iterator[Row]:

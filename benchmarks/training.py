@@ -18,13 +18,13 @@ import torch
 import xarray as xr
 from torch import Tensor
 
+from benchmarks import Row
 from joma.models.transformer import Decoder
 from joma.report.figure import canvas, save, style, theory
 from joma.studies.hierarchy.alignment import PUBLISHED, Config, _collapsed, _decoder, _trained, _trees, run
 from joma.study import Context
 from joma.train import Optimiser, fit
 
-Row = tuple[str, str, str, bool]
 SMALL = Config(classes=(20,), children=(2,), latents=((10, 20),), controls=())
 OUT = Path("runs/benchmarks")
 

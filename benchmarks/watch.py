@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import Row
 from benchmarks.timing import time_ratio
 from benchmarks.training import synchronised
 from joma.watch import Recorder, attention
 from joma.watch.hf import EntropyCallback
-
-Row = tuple[str, str, str, bool]
 
 
 def rows() -> Iterator[Row]:
