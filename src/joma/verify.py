@@ -87,13 +87,13 @@ def _trained_ledger() -> float:
     """Train the block in torch by SGD with large steps; the ledger must account for its logits to rounding."""
     import torch
 
-    from joma.models.block import Block
+    from joma.models.block import Block, BlockConfig
     from joma.train import Optimiser, fit
 
     generators = [torch.Generator().manual_seed(0)]
     x = torch.rand(10, 5, generator=generators[0], dtype=torch.float64)
     target = torch.arange(10) % 4
-    block = Block(tokens=5, hidden=4, generators=generators, activation="gelu", temperature=0.5, scale=0.3)
+    block = Block(BlockConfig(tokens=5, hidden=4, activation="gelu", temperature=0.5, scale=0.3), generators=generators)
     run = fit(
         block,
         lambda model, _: torch.nn.functional.cross_entropy(model(x)[0], target).reshape(1),

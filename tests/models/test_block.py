@@ -1,4 +1,4 @@
-"""The block against the theory's formulas written out in NumPy, sample by sample."""
+"""The block compared with the formulas of the theory, written out in NumPy sample by sample."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import erf, expit
 
-from joma.arguments import InputError
-from joma.models import ACTIVATIONS, ATTENTIONS, Block
+from joma.arguments import InputError, StateError
+from joma.models import ACTIVATIONS, ATTENTIONS, Block, BlockConfig
 
 TOKENS, HIDDEN, QUERIES, SAMPLES, DIM = 4, 3, 2, 5, 8
 
@@ -33,8 +33,8 @@ PHI = {
 }
 
 
-def attended(attention, z, x, temperature):
-    """One sample's b and its Jacobian ∂b/∂z, [token, token]."""
+def attention_and_jacobian(attention, z, x, temperature):
+    """Return b of one sample and its Jacobian ∂b/∂z, [token, token]."""
     if attention == "linear":
         return x * z, np.diag(x)
     if attention == "exp":
@@ -49,12 +49,14 @@ def streams(*seeds):
 
 
 def make(seeds=(0, 1), scale=0.7, **options):
+    """A block of two seeds, and of two queries unless the options say otherwise."""
+    model = {name: options.pop(name) for name in ("embeddings", "dtype") if name in options}
     sizes = {"tokens": TOKENS, "hidden": HIDDEN, "queries": QUERIES, "dim": DIM, **options}
-    return Block(generators=streams(*seeds), scale=scale, **sizes)
+    return Block(BlockConfig(scale=scale, **sizes), generators=streams(*seeds), **model)
 
 
 def problem(seed, seeds=2):
-    """Contexts with some tokens missing, queries, targets and sample weights, all of them a seed's own."""
+    """Contexts with some tokens missing, queries, targets and sample weights, different for each seed."""
     rng = np.random.default_rng(seed)
     x = rng.dirichlet(np.ones(TOKENS), size=(seeds, SAMPLES)) * (rng.random((seeds, SAMPLES, TOKENS)) > 0.3)
     x[..., 0] += 0.1
@@ -65,7 +67,7 @@ def problem(seed, seeds=2):
 
 
 def backward(block, x, query, target, weight):
-    """Half the squared error, averaged with weights, so that g = target − h."""
+    """Propagate half the squared error, averaged with weights, so that g = target − h; return h."""
     h = block(torch.tensor(x), torch.tensor(query))
     error = ((h - torch.tensor(target)) ** 2).sum(-1) / 2
     (torch.tensor(weight) * error).sum().backward()
@@ -79,7 +81,7 @@ def backward(block, x, query, target, weight):
     bias=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_forward_and_gradients_are_the_theorys(attention, activation, residual, bias, seed):
+def test_forward_and_gradients_are_those_of_the_theory(attention, activation, residual, bias, seed):
     temperature = 0.6 if attention == "softmax" else 1.0
     options = {"attention": attention, "activation": activation, "temperature": temperature}
     rng = np.random.default_rng(seed)
@@ -98,15 +100,15 @@ def test_forward_and_gradients_are_the_theorys(attention, activation, residual, 
         b_bar, pull = np.zeros(TOKENS), np.zeros(TOKENS)
         for i in range(SAMPLES):
             q, p = query[s, i], weight[s, i]
-            b, jacobian = attended(attention, z[q], x[s, i], temperature)
+            b, jacobian = attention_and_jacobian(attention, z[q], x[s, i], temperature)
             f = basis[:, :TOKENS] @ b + (basis[:, TOKENS + q] if residual else 0)
             y = w.T @ f + (block.bias[s].detach().numpy() if bias else 0)
             np.testing.assert_allclose(h[s, i], phi(y), rtol=1e-12, atol=1e-13)
-            sent = (target[s, i] - phi(y)) * slope(y)  # g_k h'_k
-            v_dot += p * np.outer(b, sent)
-            z_dot[q] += p * jacobian.T @ (v @ sent)
+            backpropagated = (target[s, i] - phi(y)) * slope(y)  # g_k h'_k
+            v_dot += p * np.outer(b, backpropagated)
+            z_dot[q] += p * jacobian.T @ (v @ backpropagated)
             b_bar += p * b
-            pull += p * b * (b @ (v @ sent))
+            pull += p * b * (b @ (v @ backpropagated))
         np.testing.assert_allclose(-basis[:, :TOKENS].T @ block.w.grad[s].numpy(), v_dot, rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(-block.z.grad[s].numpy(), z_dot, rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(block.mean_attention(torch.tensor(weight))[s].numpy(), b_bar, rtol=1e-12)
@@ -114,7 +116,7 @@ def test_forward_and_gradients_are_the_theorys(attention, activation, residual, 
 
 
 def law_defect(block, seed):
-    """Largest |d/dt of linear attention's conserved quantity| over the size of its two terms, in one step of time."""
+    """Return the largest |d/dt| of linear attention's conserved quantity, relative to the size of its two terms."""
     x, query, target, weight = problem(seed)
     backward(block, x, query, target, weight)
     v_dot = block.U_C.T @ block.w.grad
@@ -141,7 +143,7 @@ def test_each_breaker_breaks_the_law(breaker, seed):
 
 
 @given(seed=st.integers(0, 2**31))
-def test_norm_and_skip_are_what_they_say(seed):
+def test_norm_and_skip_follow_their_formulas(seed):
     x, query, _, _ = problem(seed)
     plain, normed, skipped = make(), make(norm=True), make(skip=True)
     arguments = torch.tensor(x), torch.tensor(query)
@@ -165,14 +167,15 @@ def test_a_seed_has_the_same_numbers_alone_and_among_others(attention, seeds):
         torch.testing.assert_close(alone(x, query)[0], together(x, query)[position], rtol=1e-13, atol=1e-14)
 
 
-def test_contexts_may_be_shared_or_a_seeds_own():
+def test_contexts_may_be_shared_or_different_for_each_seed():
     block = make()
     x, query, _, _ = (torch.tensor(value) for value in problem(3))
     shared = torch.stack([x[0], x[0]]), torch.stack([query[0], query[0]])
     torch.testing.assert_close(block(x[0], query[0]), block(*shared), rtol=0, atol=1e-15)
     torch.testing.assert_close(block(x, query)[0], block(x[0], query[0])[0], rtol=0, atol=1e-15)
-    one = make(queries=1)
-    torch.testing.assert_close(one(x), one(x, torch.zeros(SAMPLES, dtype=torch.long)), rtol=0, atol=0)
+    single_query = make(queries=1)
+    expected = single_query(x, torch.zeros(SAMPLES, dtype=torch.long))
+    torch.testing.assert_close(single_query(x), expected, rtol=0, atol=0)
 
 
 def test_softmax_survives_logits_that_would_overflow():
@@ -226,10 +229,10 @@ def test_bad_contexts_are_named(x, query, names):
         make()(x, query)
 
 
-def test_pull_needs_a_backward_pass():
+def test_mean_attention_needs_a_forward_pass_and_pull_a_backward_pass():
     block = make()
-    with pytest.raises(InputError, match="`block`"):
+    with pytest.raises(StateError, match="`block` needs a forward pass first"):
         block.mean_attention()
     block(torch.ones(SAMPLES, TOKENS), torch.zeros(SAMPLES, dtype=torch.long))
-    with pytest.raises(InputError, match="`loss`"):
+    with pytest.raises(StateError, match="`block` needs a backward pass first"):
         block.pull()

@@ -15,7 +15,7 @@ from torch import nn
 from joma import schedule
 from joma.arguments import InputError
 from joma.data.tokens import token_classes
-from joma.models import ATTENTIONS, Block
+from joma.models import ATTENTIONS, Block, BlockConfig
 from joma.progress import Progress, Task
 from joma.train import Optimiser, fit
 from joma.train.loop import _Training
@@ -31,7 +31,9 @@ def learner(seeds, attention="softmax"):
     """A block on its own data for every seed, and its loss: cross entropy with hidden units as logits."""
     generators = streams(*seeds)
     x = token_classes("gaussian", classes=6, distinct=4, common=3, generators=generators).frequency
-    block = Block(tokens=7, hidden=6, attention=attention, activation="gelu", scale=0.5, generators=generators)
+    block = Block(
+        BlockConfig(tokens=7, hidden=6, attention=attention, activation="gelu", scale=0.5), generators=generators
+    )
 
     def loss(model, step):
         h = model(x)

@@ -3,7 +3,7 @@
 Nothing here imports the theory: the two meet in the studies, or their agreement would be circular.
 """
 
-from joma.models.block import ACTIVATIONS, ATTENTIONS, Block
+from joma.models.block import ACTIVATIONS, ATTENTIONS, Block, BlockConfig
 from joma.models.transformer import Decoder, DecoderConfig
 
-__all__ = ["ACTIVATIONS", "ATTENTIONS", "Block", "Decoder", "DecoderConfig"]
+__all__ = ["ACTIVATIONS", "ATTENTIONS", "Block", "BlockConfig", "Decoder", "DecoderConfig"]

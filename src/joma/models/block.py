@@ -1,21 +1,22 @@
-"""The theory's block, exactly: one attention, a residual connection, one layer of hidden units.
+"""The block of the theory, without approximation: attention, a residual connection, one layer of hidden units.
 
     b = attention(z_q, x),    f = U_C b + u_q,    h_k = φ(w_k · f + β_k)
 
 Many seeds are one model: every parameter has the seed as its leading axis, and no number passes from one seed to
-another. Three switches break what Theorem 1 says is conserved: `norm`, `skip` and embeddings that are not orthonormal.
+another. Three switches break the conservation laws of Theorem 1: `norm`, `skip` and embeddings that are not orthonormal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from joma.arguments import InputError, choice, scalar, whole
+from joma.arguments import InputError, StateError, choice, scalar, whole
 from joma.kernels.gelu import gelu
 from joma.noise import check_generators
 
@@ -44,6 +45,48 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass(frozen=True)
+class BlockConfig:
+    """The sizes and switches of a block.
+
+    Attributes:
+        tokens, hidden: numbers of contextual tokens M_C and of hidden units K.
+        queries: number of query tokens M_Q.
+        dim: length of an embedding; by default just enough for orthonormal ones, M_C + M_Q.
+        attention, activation: names of `ATTENTIONS` and `ACTIVATIONS`.
+        temperature: T of softmax attention; the other two have none.
+        residual: whether u_q is added. bias: whether there is a bias β.
+        norm: LayerNorm of f, without gain or offset, before W. skip: the first K components of f are added to h,
+            so that the loss sees the attention past W. Both break the conservation law.
+        scale: standard deviation of the initial `w` and `z`.
+    """
+
+    tokens: int
+    hidden: int
+    queries: int = 1
+    dim: int | None = None
+    attention: str = "softmax"
+    activation: str = "linear"
+    temperature: float = 1.0
+    residual: bool = True
+    bias: bool = False
+    norm: bool = False
+    skip: bool = False
+    scale: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "hidden", "queries", "dim"):
+            if (value := getattr(self, name)) is not None:
+                whole(name, value)
+        choice("attention", self.attention, ATTENTIONS)
+        choice("activation", self.activation, ACTIVATIONS)
+        scalar("scale", self.scale, low=0.0)
+        scalar("temperature", self.temperature, above=0.0)
+        if self.temperature != 1.0 and self.attention != "softmax":
+            expected, remedy = f"1 with {self.attention} attention", "only softmax attention has a temperature"
+            raise InputError("temperature", expected, self.temperature, remedy)
+
+
 class Block(nn.Module):
     """The block of Theorem 1 for many seeds at once.
 
@@ -51,22 +94,16 @@ class Block(nn.Module):
         f = U_C b + u_q,   h_k = φ(w_k · f + β_k)
 
     Every seed draws `w` and then `z` from its own generator as `scale` times standard normals, on the CPU, so that its
-    numbers are the same whichever seeds stand beside it and wherever it is trained. The bias β starts at zero.
+    numbers do not depend on the other seeds or on the device. The bias β starts at zero.
 
     Args:
-        tokens, hidden: numbers of contextual tokens M_C and of hidden units K.
+        config: sizes and switches.
         generators: one for each seed.
-        queries: number of query tokens M_Q.
-        dim: length of an embedding; by default just enough for orthonormal ones, M_C + M_Q.
-        attention, activation: names of `ATTENTIONS` and `ACTIVATIONS`.
-        temperature: T of softmax attention; the other two have none.
-        residual: whether u_q is added. bias: whether β is there at all.
-        norm: LayerNorm of f, without gain or offset, before W. skip: the first K components of f are added to h,
-            so that the loss sees the attention past W. Both break the conservation law.
         embeddings: [U_C, u_1..u_{M_Q}] as columns, dim × (M_C + M_Q); by default columns of the identity.
-        scale: standard deviation of the initial `w` and `z`.
+        dtype: of the parameters.
 
-    >>> block = Block(tokens=3, hidden=2, generators=[torch.Generator().manual_seed(seed) for seed in range(4)])
+    >>> config = BlockConfig(tokens=3, hidden=2)
+    >>> block = Block(config, generators=[torch.Generator().manual_seed(seed) for seed in range(4)])
     >>> block(torch.full((5, 3), 1 / 3)).shape
     torch.Size([4, 5, 2])
     """
@@ -76,102 +113,93 @@ class Block(nn.Module):
 
     def __init__(
         self,
+        config: BlockConfig,
         *,
-        tokens: int,
-        hidden: int,
         generators: Sequence[torch.Generator],
-        queries: int = 1,
-        dim: int | None = None,
-        attention: str = "softmax",
-        activation: str = "linear",
-        temperature: float = 1.0,
-        residual: bool = True,
-        bias: bool = False,
-        norm: bool = False,
-        skip: bool = False,
         embeddings: Float[Tensor, "dim column"] | None = None,
-        scale: float = 0.01,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
-        tokens, hidden, queries = whole("tokens", tokens), whole("hidden", hidden), whole("queries", queries)
         check_generators(generators)
-        self.attention = choice("attention", attention, ATTENTIONS)
-        self.activation = choice("activation", activation, ACTIVATIONS)
-        self.temperature = _temperature(temperature, attention)
-        self.residual, self.norm, self.skip = residual, norm, skip
-        scale = scalar("scale", scale, low=0.0)
-        columns = _embeddings(embeddings, dim, tokens + queries).to(dtype)
-        if skip and hidden > len(columns):
+        self.config, self.attention = config, ATTENTIONS[config.attention]
+        self.activation = ACTIVATIONS[config.activation]
+        tokens, hidden, queries, scale = int(config.tokens), int(config.hidden), int(config.queries), config.scale
+        columns = _embeddings(embeddings, config.dim, tokens + queries).to(dtype)
+        if config.skip and hidden > len(columns):
             raise InputError("hidden", f"at most dim = {len(columns)} with `skip`", hidden, "widen `dim`")
         self.register_buffer("U_C", columns[:, :tokens].contiguous())
         self.register_buffer("u_q", columns[:, tokens:].contiguous())
         shapes = (len(columns), hidden), (queries, tokens)
-        draws = [[scale * torch.randn(s, generator=g, dtype=dtype) for s in shapes] for g in generators]
+        draws = [
+            [scale * torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+            for generator in generators
+        ]
         self.w = nn.Parameter(torch.stack([w for w, _ in draws]))  # [seed, dim, hidden]
         self.z = nn.Parameter(torch.stack([z for _, z in draws]))  # [seed, query, token]
-        self.bias = nn.Parameter(torch.zeros(len(draws), hidden, dtype=dtype)) if bias else None
-        self.b: Tensor | None = None  # what the last forward pass attended to, with its gradient
+        self.bias = nn.Parameter(torch.zeros(len(draws), hidden, dtype=dtype)) if config.bias else None
+        self.b: Tensor | None = None  # of the last forward pass, with its gradient after the backward pass
 
     @property
     def v(self) -> Float[Tensor, "seed token hidden"]:
-        """The hidden units' weights as contextual tokens see them, `v_k = U_Cᵀ w_k`."""
+        """The weights of the hidden units in the basis of contextual tokens, `v_k = U_Cᵀ w_k`."""
         return self.U_C.T @ self.w
 
     def attend(self, x: Float[Tensor, "*seed sample token"], query: Tensor | None = None) -> Tensor:
         """Return b [seed, sample, token] for contexts x [sample, token] or [seed, sample, token].
 
-        `query` [sample] or [seed, sample] says which query token each sample has; None will do where there is one.
+        `query` [sample] or [seed, sample] is the query token of each sample; it may be None if there is only one.
         """
         self._check(x, query)
         z = self.z if query is None else _rows(self.z, query)
-        return self.attention(z / self.temperature, x.to(z.dtype))
+        return self.attention(z / self.config.temperature, x.to(z.dtype))
 
     def forward(self, x: Float[Tensor, "*seed sample token"], query: Tensor | None = None) -> Tensor:
-        """Return h [seed, sample, hidden]; b is kept, so that `pull` can be read after the backward pass."""
+        """Return h [seed, sample, hidden], and store b for `mean_attention` and, after the backward pass, `pull`."""
         b = self.attend(x, query)
         if b.requires_grad:
             b.retain_grad()
         self.b = b
         f = b @ self.U_C.T
-        if self.residual:
+        if self.config.residual:
             f = f + (self.u_q[:, 0] if query is None else self.u_q.T[query])
-        if self.norm:
+        if self.config.norm:
             f = F.layer_norm(f, f.shape[-1:])
         y = f @ self.w
         h = self.activation(y if self.bias is None else y + self.bias[:, None])
-        return h + f[..., : h.shape[-1]] if self.skip else h
+        return h + f[..., : h.shape[-1]] if self.config.skip else h
 
     def mean_attention(self, weight: Tensor | None = None) -> Float[Tensor, "seed token"]:
-        """Return b̄ = E[b] over the last forward pass; `weight` [sample] or [seed, sample] sums to one, None is uniform.
+        """Return b̄ = E[b] over the samples of the last forward pass.
 
-        >>> block = Block(tokens=2, hidden=1, generators=[torch.Generator()], scale=0.0)
+        `weight` [sample] or [seed, sample] gives the samples' probabilities; None means uniform.
+
+        >>> block = Block(BlockConfig(tokens=2, hidden=1, scale=0.0), generators=[torch.Generator()])
         >>> h = block(torch.tensor([[0.5, 0.5], [1.0, 0.0]], dtype=torch.float64))
         >>> block.mean_attention()
         tensor([[0.7500, 0.2500]], dtype=torch.float64)
         """
-        b = self._kept().detach()
+        b = self._last_b().detach()
         return b.mean(dim=-2) if weight is None else (weight[..., None] * b).sum(dim=-2)
 
     def pull(self) -> Float[Tensor, "seed token"]:
-        """Return E[b (Σ_k g_k h'_k v_k · b)], what the ledger's gap is made of, from the last backward pass.
+        """Return E[b (Σ_k g_k h'_k v_k · b)] from the last backward pass; the ledger's gap is made of it.
 
         With the loss averaged over samples of weight p_i, ∂loss/∂b_i = −p_i Σ_k g_k h'_k v_k, so that the weights are
         in the gradient already:
 
             pull = −Σ_i b_i (b_i · ∂loss/∂b_i)
 
-        With `norm` or `skip` it holds all that the loss sends back to b, whichever way it came.
+        With `norm` or `skip` it contains the whole gradient that reaches b, by either path.
         """
-        b = self._kept()
+        b = self._last_b()
         if b.grad is None:
-            raise InputError("loss", "propagated back first", "no gradient of b", "call `loss.sum().backward()`")
-        kept = b.detach()
-        return -(kept * (kept * b.grad).sum(dim=-1, keepdim=True)).sum(dim=-2)
+            raise StateError("block", "needs a backward pass first", "call `loss.sum().backward()`")
+        values = b.detach()
+        return -(values * (values * b.grad).sum(dim=-1, keepdim=True)).sum(dim=-2)
 
-    def _kept(self) -> Tensor:
+    def _last_b(self) -> Tensor:
         if self.b is None:
-            raise InputError("block", "run forward first", "no forward pass", "call the block on some contexts")
+            raise StateError("block", "needs a forward pass first", "call the block on some contexts")
         return self.b
 
     def _check(self, x: Tensor, query: Tensor | None) -> None:
@@ -182,34 +210,27 @@ class Block(nn.Module):
         if query is None and queries > 1:
             raise InputError("query", f"given, one of {queries} for each sample", "None", "pass their indices")
         if query is not None and query.shape not in ((x.shape[-2],), (seeds, x.shape[-2])):
-            got = f"shape {tuple(query.shape)} beside x {tuple(x.shape)}"
+            got = f"shape {tuple(query.shape)} with x of shape {tuple(x.shape)}"
             raise InputError("query", "[sample] or [seed, sample]", got, "give one index for each sample")
 
 
-def _temperature(temperature: float, attention: str) -> float:
-    value = scalar("temperature", temperature, low=0.0)
-    if value == 0.0:
-        raise InputError("temperature", "above 0", value, "give a positive number")
-    if value != 1.0 and attention != "softmax":
-        raise InputError("temperature", f"1 with {attention} attention", value, "only softmax attention has one")
-    return value
-
-
-def _embeddings(given: Tensor | None, dim: int | None, columns: int) -> Tensor:
-    if given is None:
-        dim = columns if dim is None else whole("dim", dim)
+def _embeddings(embeddings: Tensor | None, dim: int | None, columns: int) -> Tensor:
+    """Return the embeddings as columns: those that are given, or else columns of the identity."""
+    if embeddings is None:
+        dim = columns if dim is None else int(dim)
         if dim < columns:
             remedy = "widen it or give `embeddings`"
-            raise InputError("dim", f"at least {columns}, or no embeddings are orthonormal", dim, remedy)
+            raise InputError("dim", f"at least {columns} for orthonormal embeddings", dim, remedy)
         return torch.eye(dim, columns, dtype=torch.float64)
-    if given.ndim != 2 or given.shape[1] != columns or dim not in (None, len(given)):
+    if embeddings.ndim != 2 or embeddings.shape[1] != columns or dim not in (None, len(embeddings)):
         expected = f"of shape ({'dim' if dim is None else dim}, {columns})"
-        raise InputError("embeddings", expected, tuple(given.shape), "give one column for each token, then each query")
-    return given
+        remedy = "give one column for each token, then each query"
+        raise InputError("embeddings", expected, tuple(embeddings.shape), remedy)
+    return embeddings
 
 
 def _rows(z: Float[Tensor, "seed query token"], query: Int[Tensor, "*seed sample"]) -> Tensor:
-    """Pick every sample's own logits: [seed, sample, token]."""
+    """Return the logits of each sample's query token, [seed, sample, token]."""
     if query.ndim == 1:
         return z[:, query]
     return z[torch.arange(len(z), device=z.device)[:, None], query]

@@ -8,7 +8,7 @@ import torch
 import xarray as xr
 
 from joma.arguments import InputError
-from joma.models.block import Block
+from joma.models.block import Block, BlockConfig
 from joma.models.layers import QueryPositions
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.studies import load
@@ -155,8 +155,8 @@ def test_by_chance_it_lies_inside_the_null():
 def test_the_theorys_block_obeys_it():
     """Exp attention, three queries, small steps of SGD: the law holds up to the steps' squares, with scale κ."""
     tokens, queries, kappa = 12, 3, 0.5
-    block = Block(tokens=tokens, hidden=4, queries=queries, attention="exp", activation="tanh", scale=0.3,
-                  generators=[torch.Generator().manual_seed(seed) for seed in (0, 1)])  # fmt: skip
+    parts = BlockConfig(tokens=tokens, hidden=4, queries=queries, attention="exp", activation="tanh", scale=0.3)
+    block = Block(parts, generators=[torch.Generator().manual_seed(seed) for seed in (0, 1)])
     generator = torch.Generator().manual_seed(9)
     x = torch.rand(60, tokens, generator=generator, dtype=torch.float64)
     query, goal = torch.arange(60) % queries, torch.randn(60, 4, generator=generator, dtype=torch.float64)

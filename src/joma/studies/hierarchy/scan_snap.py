@@ -17,7 +17,7 @@ from scipy.stats import rankdata
 from joma import schedule
 from joma.arguments import InputError, real, whole
 from joma.data.tokens import SequenceClasses, sequence_classes
-from joma.models.block import Block
+from joma.models.block import Block, BlockConfig
 from joma.report.figure import canvas, letters, measured, theory
 from joma.study import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, between, near
 from joma.theory import flows
@@ -137,7 +137,8 @@ def _train(config: Config, context: Context, data: SequenceClasses, arm: str) ->
     """Train all seeds from zero on the expected loss: logits of distinct tokens and attention to common ones."""
     x, query, labels = data.frequency.to(context.device), data.query.to(context.device), config.labels
     block = Block(
-        tokens=x.shape[-1], hidden=config.outputs, queries=config.queries, generators=context.generators(), scale=0.0
+        BlockConfig(tokens=x.shape[-1], hidden=config.outputs, queries=config.queries, scale=0.0),
+        generators=context.generators(),
     )
     target = torch.arange(labels, device=context.device).expand(len(x), -1)
     shared = (~data.distinct.any(dim=0)).to(x)

@@ -19,7 +19,7 @@ from torch import Tensor
 from joma import schedule
 from joma.arguments import InputError, scalar, whole
 from joma.data.tokens import token_classes
-from joma.models.block import Block
+from joma.models.block import Block, BlockConfig
 from joma.report.figure import canvas, letters, marker, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most
 from joma.theory import invariants
@@ -130,16 +130,18 @@ def _prepared(config: Config, context: Context, setting: Setting) -> tuple[Tenso
     draw = partial(token_classes, classes=config.classes, distinct=config.distinct, common=config.common)
     x = torch.cat([draw(kind, generators=own).frequency for kind, own in streams.items()])
     options, optimiser = _broken(config, setting.breaker)
-    block = Block(
+    embeddings = options.pop("embeddings", None)
+    parts = BlockConfig(
         tokens=x.shape[-1],
         hidden=config.classes,
         dim=config.dim,
-        generators=[generator for own in streams.values() for generator in own],
         attention=setting.attention,
         activation=setting.activation,
         temperature=_temperature(config, setting.attention),
         **options,
     )
+    generators = [generator for own in streams.values() for generator in own]
+    block = Block(parts, generators=generators, embeddings=embeddings)
     return x, block, optimiser
 
 

@@ -13,7 +13,7 @@ from scipy.special import softmax
 
 from joma import schedule
 from joma.arguments import real, whole
-from joma.models.block import Block
+from joma.models.block import Block, BlockConfig
 from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
@@ -126,7 +126,9 @@ def _trained(config: Config, context: Context) -> xr.Dataset:
     count, steps = whole("components", config.components, low=2), round(config.until / config.rate)
     draws = [torch.rand(count, generator=one, dtype=torch.float64) for one in context.generators()]
     mu = torch.stack([0.5 + 2.5 * draw for draw in draws])
-    block = Block(tokens=count, hidden=1, generators=context.generators(), attention="exp", residual=False, scale=0.0)
+    block = Block(
+        BlockConfig(tokens=count, hidden=1, attention="exp", residual=False, scale=0.0), generators=context.generators()
+    )
     with torch.no_grad():
         block.w[:, :count] = config.v0
         block.z[:] = config.v0**2 / 2

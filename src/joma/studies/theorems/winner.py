@@ -13,7 +13,7 @@ from torch import Tensor
 from joma import schedule
 from joma.arguments import scalar, whole
 from joma.data.tokens import token_classes
-from joma.models.block import Block
+from joma.models.block import Block, BlockConfig
 from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
@@ -81,7 +81,9 @@ def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, parts: int
     """Train from zero weights and logits, each of `steps / 2` intervals of time cut into `parts` steps of SGD."""
     half = whole("steps", config.steps, low=200) // 2
     last = int(scalar("until", config.until, low=0.1, high=0.999) * half)
-    block = Block(tokens=x.shape[-1], hidden=1, generators=context.generators(), attention="exp", scale=0.0)
+    block = Block(
+        BlockConfig(tokens=x.shape[-1], hidden=1, attention="exp", scale=0.0), generators=context.generators()
+    )
     found = context.fit(
         block,
         lambda model, _: -(g * model(x)[..., 0]).mean(dim=-1),
@@ -101,7 +103,9 @@ def _figure_3(config: Config, context: Context) -> xr.Dataset:
     data, generators = token_classes("gaussian", generators=context.generators()), context.generators()
     classes, label = len(data.label), data.label.expand(len(generators), -1)
     heat = config.figure_3_temperature
-    block = Block(tokens=data.frequency.shape[-1], hidden=classes, generators=generators, dim=30, temperature=heat)
+    block = Block(
+        BlockConfig(tokens=data.frequency.shape[-1], hidden=classes, dim=30, temperature=heat), generators=generators
+    )
     own = torch.eye(classes, dtype=torch.float64) - 1 / classes  # g at the start: 1 for the class itself less the mean
     salience = torch.einsum("sit,ik->stk", data.frequency, own) / classes
     steps = whole("figure_3_steps", config.figure_3_steps)
