@@ -135,7 +135,9 @@ def positive(name: str, value: ArrayLike, *, ndim: int | None = None) -> np.ndar
     return array
 
 
-def scalar(name: str, value: float, *, low: float = -np.inf, high: float = np.inf, above: float | None = None) -> float:
+def scalar(
+    name: str, value: ArrayLike, *, low: float = -np.inf, high: float = np.inf, above: float | None = None
+) -> float:
     """Return `value` as one finite float in [low, high], and greater than `above` if that is given.
 
     >>> scalar("temperature", 0.5, above=0.0)

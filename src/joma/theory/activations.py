@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import erfcx, expit, ndtr
 
-from joma.arguments import InputError, choice, scalar
+from joma.arguments import choice, scalar
 
 LEAK = 0.01  # slope of the leaky ReLU below zero
 
@@ -144,9 +144,7 @@ def smoothed(activation: str | Activation, width: ArrayLike) -> Activation:
     0.5
     """
     base = named(activation)
-    scale = scalar("width", width, low=0.0)
-    if scale == 0.0:
-        raise InputError("width", "above 0", scale, "give the scale over which a kink is rounded")
+    scale = scalar("width", width, above=0.0)
     if base.smooth:
         return base
     jumps = tuple((kink, base.jump(kink)) for kink in base.kinks)

@@ -1,7 +1,8 @@
 """The coupled block's gradient flow, and the reduced flows of Theorems 2 and 4, through one adaptive integrator.
 
-`integrate` is SciPy's `solve_ivp` with three additions: it stops at a blow-up and says when, it never runs for ever,
-and it fails with a message that says what to do. Every flow here is a right-hand side handed to it.
+`integrate` is SciPy's `solve_ivp` with four additions: it stops at a blow-up and says when, it goes on with an implicit
+method where the explicit one needs too many evaluations, it never runs for ever, and it fails with a message that says
+what to do. Every flow here is a right-hand side handed to it.
 
 Kinks. Where φ' jumps (ReLU) the flow is a differential inclusion: its solutions, Filippov's, may slide along a
 kink, and an explicit method then chatters across it with ever smaller steps. So `block` rounds the kink over a stated
@@ -17,6 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
@@ -48,7 +50,15 @@ Token = Float[np.ndarray, " token"]
 
 
 class IntegrationError(RuntimeError):
-    """The integrator could not go on, and not because the solution blew up."""
+    """The integrator could not go on, and not because the solution blew up.
+
+    Attributes:
+        time: the last time at which the right-hand side was evaluated.
+    """
+
+    def __init__(self, message: str, time: float) -> None:
+        super().__init__(message)
+        self.time = time
 
 
 class Options(TypedDict, total=False):
@@ -58,6 +68,7 @@ class Options(TypedDict, total=False):
     rtol: float
     atol: float
     bound: float
+    switch_after: int
     max_evaluations: int
 
 
@@ -81,12 +92,17 @@ def integrate(
     rtol: float = 1e-11,
     atol: float = 1e-13,
     bound: float = 1e100,
+    switch_after: int = 20_000,
     max_evaluations: int = 1_000_000,
 ) -> Solution:
     """Solve ẏ = rhs(t, y) from y(0) = y0, and stop where the solution blows up.
 
     A blow-up is where |y_i| passes `bound`, or where 1 + |y_i| divided by |ẏ_i|, the time in which a component
     multiplies, falls under 2e-10 of t: what is left to the pole is then no longer than that.
+
+    Close to a pole the flow can be stiff: the growing component makes others relax ever faster to their equilibrium.
+    DOP853 then takes steps that are limited by stability, not by accuracy, and would need millions of them. So after
+    `switch_after` evaluations Radau continues from the last state that DOP853 reached.
 
     Args:
         rhs: ẏ as a function of t and y, of the shape of y.
@@ -96,6 +112,7 @@ def integrate(
         rtol: relative tolerance of a step.
         atol: absolute tolerance of a step.
         bound: size of a component that counts as blown up.
+        switch_after: evaluations of `rhs` after which Radau takes over from DOP853. The other methods are never left.
         max_evaluations: of `rhs`; more raise `IntegrationError`.
 
     Returns:
@@ -111,6 +128,7 @@ def integrate(
     if np.abs(start).max() >= bound:
         raise InputError("y0", f"below `bound` = {bound:g}", f"{np.abs(start).max():g}", "raise the bound")
     counted = _Counted(rhs, start.shape, whole("max_evaluations", max_evaluations))
+    switch = _Switch(counted, whole("switch_after", switch_after), grid[-1]) if scheme == "DOP853" else None
     with np.errstate(all="ignore"):
         slope = np.asarray(rhs(0.0, start))
     if not np.isfinite(slope).all():
@@ -120,14 +138,22 @@ def integrate(
     relative, absolute = scalar("rtol", rtol, above=0.0), scalar("atol", atol, above=0.0)
     with warnings.catch_warnings(record=True) as said, np.errstate(all="ignore"):
         warnings.simplefilter("always")
-        event, span, flat = _BlowUp(counted, bound), (0.0, grid[-1]), start.ravel()
-        result = solve_ivp(counted, span, flat, scheme, t_eval=grid, events=event, rtol=relative, atol=absolute)
+        events = [_BlowUp(counted, bound), *([switch] if switch else [])]
+        solve = partial(solve_ivp, counted, rtol=relative, atol=absolute)
+        result = solve((0.0, grid[-1]), start.ravel(), scheme, t_eval=grid, events=events)
+        reached, states = np.asarray(result.t), np.asarray(result.y, dtype=np.float64).T
+        if switch and result.t_events[1].size:
+            scheme, now, state = "Radau", result.t_events[1][0], result.y_events[1][0]
+            rest = grid[grid > now]
+            result = solve((now, grid[-1]), state, scheme, t_eval=rest, events=events[:1])
+            reached = np.concatenate([reached, result.t])
+            states = np.concatenate([states, np.asarray(result.y, dtype=np.float64).T.reshape(-1, start.size)])
     if not result.success:
         causes = "; ".join(str(cause).rstrip(".") for cause in (result.message, *(one.message for one in said)))
-        raise IntegrationError(f"{scheme} gave up at t = {counted.last:.6g}: {causes}. {_REMEDY}")
+        raise IntegrationError(f"{scheme} gave up at t = {counted.last:.6g}: {causes}. {_REMEDY}", counted.last)
     poles = result.t_events[0]
-    states = np.asarray(result.y, dtype=np.float64).T.reshape(-1, *start.shape)
-    return Solution(np.asarray(result.t), states, float(poles[0]) if poles.size else math.inf, counted.evaluations)
+    blow_up = float(poles[0]) if poles.size else math.inf
+    return Solution(reached, states.reshape(-1, *start.shape), blow_up, counted.evaluations)
 
 
 _REMEDY = "Loosen `rtol` and `atol`, try `method` LSODA or Radau where the flow is stiff, and round jumps of `rhs`."
@@ -142,7 +168,7 @@ class _Counted:
 
     def __call__(self, t: float, y: np.ndarray) -> np.ndarray:
         if self.evaluations == self.limit:
-            raise IntegrationError(f"stalled at t = {t:.6g} after {self.limit} evaluations. {_REMEDY}")
+            raise IntegrationError(f"stalled at t = {t:.6g} after {self.limit} evaluations. {_REMEDY}", t)
         self.evaluations, self.last = self.evaluations + 1, t
         slope = np.asarray(self.rhs(t, y.reshape(self.shape)), dtype=np.float64)
         if slope.shape != self.shape:
@@ -163,6 +189,21 @@ class _BlowUp:
         size, slope = np.abs(y), np.abs(self.rhs(t, y))
         slope = np.maximum(slope, 1e-150)
         return float(min(1 - size.max() / self.bound, ((1 + size) / slope).min() - RESOLUTION * t))
+
+
+class _Switch:
+    """Zero at the end of the first step after `limit` evaluations, positive before: a terminal event of `solve_ivp`."""
+
+    terminal = True
+
+    def __init__(self, rhs: _Counted, limit: int, end: float) -> None:
+        self.rhs, self.limit, self.end = rhs, limit, end
+        self.time = math.inf
+
+    def __call__(self, t: float, _y: np.ndarray) -> float:
+        if math.isinf(self.time) and self.rhs.evaluations >= self.limit and t < self.end:
+            self.time = t
+        return 1.0 if math.isinf(self.time) else self.time - t
 
 
 def _grid(times: ArrayLike) -> np.ndarray:
