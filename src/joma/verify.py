@@ -88,7 +88,7 @@ def _trained_ledger() -> float:
     import torch
 
     from joma.models.block import Block, BlockConfig
-    from joma.train import Optimiser, fit
+    from joma.train import Optimiser, Record, fit
 
     generators = [torch.Generator().manual_seed(0)]
     x = torch.rand(10, 5, generator=generators[0], dtype=torch.float64)
@@ -99,8 +99,10 @@ def _trained_ledger() -> float:
         lambda model, _: torch.nn.functional.cross_entropy(model(x)[0], target).reshape(1),
         optimiser=Optimiser("sgd", 1.5, rates={"z": 0.7}),
         steps=200,
-        record=lambda model, _: {"v": model.v, "z": model.z, "b": model.mean_attention(), "pull": model.pull()},
-        dims={"v": ("token", "hidden"), "z": ("query", "token"), "b": ("token",), "pull": ("token",)},
+        record=Record(
+            lambda model, _: {"v": model.v, "z": model.z, "b": model.mean_attention(), "pull": model.pull()},
+            dims={"v": ("token", "hidden"), "z": ("query", "token"), "b": ("token",), "pull": ("token",)},
+        ),
     ).isel(seed=0)
     b_ref = invariants.reference(x.numpy())
     v, z = run.v.values, run.z.values

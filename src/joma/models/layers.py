@@ -36,8 +36,6 @@ NOTHING_WATCHED: Watched = {}
 class Linear(nn.Module):
     """y = x W + b, with W [seed, in, out] and b [seed, out] or none."""
 
-    products = ("weight",)  # what products alone read: a training loop may hand in a copy of half precision
-
     def __init__(self, draw: ParameterDraw, role: str, rows: int, columns: int, *, bias: bool) -> None:
         super().__init__()
         self.weight, self.bias = draw(role, rows, columns), draw(role, rows, columns, bias=True) if bias else None

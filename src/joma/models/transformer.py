@@ -63,7 +63,6 @@ class Decoder(nn.Module):
     learns_positions: Float[Tensor, "seed 1 1"] | None
     fixed_positions: Float[Tensor, "seed length width"] | None
     residual_scale: Float[Tensor, "seed layer 2"] | None
-    compiled = (InputStage, Layer)  # what a training loop may compile; one graph serves all layers
 
     def __init__(
         self,
@@ -129,6 +128,17 @@ class Decoder(nn.Module):
         if self.positions is None or self.learns_positions is None or self.fixed_positions is None:
             return self.positions
         return self.fixed_positions + self.learns_positions * self.positions
+
+    def compiled_modules(self) -> list[nn.Module]:
+        """Return the modules that a training loop may compile; one graph serves all layers."""
+        return [module for module in self.modules() if isinstance(module, (InputStage, Layer))]
+
+    def product_weights(self) -> dict[str, tuple[nn.Module, str]]:
+        """Return the weights in compiled modules that only matrix products read: module and attribute, by name."""
+        modules = dict(self.named_modules())
+        prefixes = tuple(f"{name}." for name, module in modules.items() if isinstance(module, (InputStage, Layer)))
+        linear = {name: module for name, module in modules.items() if isinstance(module, Linear)}
+        return {f"{name}.weight": (module, "weight") for name, module in linear.items() if name.startswith(prefixes)}
 
     def forward(
         self,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xarray as xr
 
@@ -16,42 +18,133 @@ from joma.progress import SILENT, Progress
 if TYPE_CHECKING:
     import torch
 
-SPARE = 300.0  # seconds between saves on CUDA, which redoes many steps sooner than it saves one
+    from joma.train import Compute, Optimiser, Record
+
+Value = TypeVar("Value")
+CUDA_SAVE_SECONDS = 300.0  # between saves: on CUDA many steps are sooner repeated than one is saved
+
+
+@dataclass(frozen=True)
+class Arms:
+    """Several models trained as one, each with all seeds: the seeds of the first label, then those of the second, …
+
+    Attributes:
+        axis: the dimension that the labels have in the trajectory, such as `rate`.
+        labels: one for each arm.
+    """
+
+    axis: str
+    labels: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a run is given beside its config: seeds, device, where to report progress and where to keep checkpoints."""
+    """What a run is given beside its config.
+
+    Attributes:
+        seeds: the seeds to run, an axis of everything that is trained and stored.
+        device: where models train.
+        progress: where progress is reported.
+        checkpoints: the folder for checkpoints, a folder for each training in it; None to save nothing.
+    """
 
     seeds: tuple[int, ...]
     device: str = "cpu"
     progress: Progress = SILENT
     checkpoints: Path | None = None
 
-    def generators(self) -> list[torch.Generator]:
-        """Fresh random streams, one for each seed, on the CPU."""
+    def seed_generators(self, arms: Arms | None = None) -> list[torch.Generator]:
+        """Return each seed's own random stream, `manual_seed(seed)`, for a run that draws from one stream only.
+
+        A run that draws for several purposes (data, weights, a control) uses `generators`: every call here starts the
+        same stream again. With `arms` a seed has the same stream in every arm.
+        """
         import torch
 
-        return [torch.Generator().manual_seed(seed) for seed in self.seeds]
+        return [torch.Generator().manual_seed(seed) for seed in self.models(arms)]
 
-    def fit(self, model: Any, loss: Callable[[Any, torch.Tensor], torch.Tensor], *, label: str, **options: Any) -> Any:
-        """`joma.train.fit` with this run's seeds and progress; with `save`, checkpoints in a folder of that label."""
-        from joma.train import fit
+    def generators(self, purpose: str, arms: Arms | None = None) -> list[torch.Generator]:
+        """Return a random stream for each seed, independent of the streams of other purposes.
 
-        folder = None
-        if self.checkpoints is not None and "save" in options:
+        The same purpose gives the same stream again. With `arms` a seed has the same stream in every arm.
+
+        >>> first, second = (Context((0,)).generators(purpose)[0].initial_seed() for purpose in ("data", "weights"))
+        >>> first == second
+        False
+        """
+        import torch
+
+        return [torch.Generator().manual_seed(_stream_seed(seed, purpose)) for seed in self.models(arms)]
+
+    def models(self, arms: Arms | None = None) -> list[int]:
+        """Return the seed of each model on the leading axis: all seeds, once for each arm.
+
+        >>> Context((4, 5)).models(Arms("rate", (0.1, 0.2)))
+        [4, 5, 4, 5]
+        """
+        return list(self.seeds) * (1 if arms is None else len(arms.labels))
+
+    def per_model(self, values: Sequence[Value]) -> list[Value]:
+        """Return the values of the arms, one for each arm, as one for each model on the leading axis.
+
+        >>> Context((4, 5)).per_model((0.1, 0.2))
+        [0.1, 0.1, 0.2, 0.2]
+        """
+        return [value for value in values for _ in self.seeds]
+
+    def fit(
+        self,
+        model: Any,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor],
+        *,
+        label: str,
+        optimiser: Optimiser,
+        steps: int,
+        record: Record | None = None,
+        compute: Compute | None = None,
+        arms: Arms | None = None,
+    ) -> xr.Dataset:
+        """Train all seeds by `joma.train.fit`, with checkpoints in a folder named by `label`.
+
+        Args:
+            model, loss, optimiser, steps, record, compute: as for `joma.train.fit`.
+            label: unique within the study; names the progress bar and the folder of checkpoints.
+            arms: where the model's leading axis is arms times seeds, in the order of `Arms`.
+
+        Returns:
+            The trajectory over `seed` and `step`, and over the arms' axis if there are any.
+        """
+        from joma.train import Record, Saving, fit
+
+        record = replace(Record() if record is None else record, seeds=self.seeds if arms is None else None)
+        saving = None
+        if self.checkpoints is not None:
             folder = self.checkpoints / re.sub(r"[^a-z0-9.]+", "-", label.lower())
-        fixed = {"seeds": self.seeds, "progress": self.progress, "label": label, "checkpoints": folder}
-        fixed["spare"] = 0.0 if self.device == "cpu" else SPARE
-        return fit(model.to(self.device), loss, **{**fixed, **options})
+            saving = Saving(folder, self.save_steps(steps), 0.0 if self.device == "cpu" else CUDA_SAVE_SECONDS)
+        trajectory = fit(
+            model.to(self.device),
+            loss,
+            optimiser=optimiser,
+            steps=steps,
+            record=record,
+            saving=saving,
+            compute=compute,
+            progress=partial(self.progress.task, label),
+        )
+        return trajectory if arms is None else self._split_arms(trajectory, arms)
 
-    def saves(self, steps: int) -> tuple[int, ...]:
-        """When a training of `steps` steps is saved on its way."""
+    def save_steps(self, steps: int) -> tuple[int, ...]:
+        """Return the steps at which a training of `steps` steps is saved on its way."""
         return schedule.every(max(1, steps // (5 if self.device == "cpu" else 50)), steps)
 
-    def folded(self, found: xr.Dataset, axis: str, labels: Sequence[Any]) -> xr.Dataset:
-        """Fold a leading axis of many models, the seeds of one label after those of another, into `axis` and seed."""
+    def _split_arms(self, trajectory: xr.Dataset, arms: Arms) -> xr.Dataset:
+        """Split the leading axis, arms times seeds, into two."""
         count = len(self.seeds)
-        parts = [found.isel(seed=slice(place * count, (place + 1) * count)) for place in range(len(labels))]
-        whole_run = xr.concat([part.assign_coords(seed=list(self.seeds)) for part in parts], dim=axis)
-        return whole_run.assign_coords({axis: list(labels)})
+        parts = [trajectory.isel(seed=slice(arm * count, (arm + 1) * count)) for arm in range(len(arms.labels))]
+        joined = xr.concat([part.assign_coords(seed=list(self.seeds)) for part in parts], dim=arms.axis)
+        return joined.assign_coords({arms.axis: list(arms.labels)})
+
+
+def _stream_seed(seed: int, purpose: str) -> int:
+    """Return the seed of a stream of its own, from the first 63 bits of a hash."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8], "big") >> 1

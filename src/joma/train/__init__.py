@@ -2,5 +2,7 @@
 
 from joma.train.loop import fit
 from joma.train.optimiser import OPTIMISERS, Optimiser
+from joma.train.options import Compute, Record, Saving
+from joma.train.protocol import CompiledModel
 
-__all__ = ["OPTIMISERS", "Optimiser", "fit"]
+__all__ = ["OPTIMISERS", "CompiledModel", "Compute", "Optimiser", "Record", "Saving", "fit"]

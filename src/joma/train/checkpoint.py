@@ -1,8 +1,9 @@
-"""Checkpoints that survive anything: `<step>.safetensors` with its `.sha256`, the newest two kept.
+"""Checkpoints of a training run: `<step>.safetensors` with its `.sha256`; the newest two are kept.
 
-A generation counts only when its checksum file is there and agrees. Both are renamed into place, the checksum last, and
-an older generation is removed only after the new one is whole; so whenever the process dies, a good one remains. What a
-killed process left behind goes with the older generations: the folder must be held by one process (`joma.files.lock`).
+A checkpoint counts only if its checksum file is there and agrees. Both files are renamed into place, the checksum last,
+and an older checkpoint is removed only after the new one is complete: whenever the process dies, a good one remains.
+Temporary files of a killed process are removed with the older checkpoints, so one process must hold the folder
+(`joma.files.lock`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from joma.files import StorageError, checksum, write_bytes, write_text
 
-KEPT = 2
-NAME = re.compile(r"(0|[1-9]\d*)\.safetensors(\.sha256)?")
-TEMPORARY = re.compile(r"\.\d+(-\w+\.safetensors|\.safetensors-\w+\.sha256)")  # of `write_whole`
+KEEP = 2
+CHECKPOINT_NAME = re.compile(r"(0|[1-9]\d*)\.safetensors(\.sha256)?")
+TEMPORARY_NAME = re.compile(r"\.\d+(-\w+\.safetensors|\.safetensors-\w+\.sha256)")  # as `write_whole` makes them
 
 
 class DamagedCheckpoint(UserWarning):
@@ -30,97 +31,106 @@ class DamagedCheckpoint(UserWarning):
 
 
 @dataclass(frozen=True)
-class Generation:
-    """What one checkpoint holds: the number of updates done, named tensors, and what it says of its run."""
+class Checkpoint:
+    """What one checkpoint holds.
+
+    Attributes:
+        step: the number of updates made.
+        tensors: the state, by name.
+        identity: what it stores about its run, by name.
+    """
 
     step: int
     tensors: dict[str, Tensor]
-    about: dict[str, str]
+    identity: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Checkpoints:
-    """The generations in one folder, which need not exist yet.
+class CheckpointStore:
+    """The checkpoints in one folder, which need not exist yet.
 
     Attributes:
         folder: where they are.
-        about: what each that is saved says of its run, by name.
+        identity: what each saved checkpoint stores about its run, by name.
     """
 
     folder: Path
-    about: Mapping[str, str] = field(default_factory=dict)
-    _damaged: set[int] = field(default_factory=set, init=False)  # the steps that `load` passed over
+    identity: Mapping[str, str] = field(default_factory=dict)
+    _damaged: set[int] = field(default_factory=set, init=False)  # the steps that `load` skipped
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], *, keep: int = KEPT) -> None:
-        """Write a generation, whole, and tidy up."""
+    def save(self, step: int, tensors: Mapping[str, Tensor], *, keep: int = KEEP) -> None:
+        """Write the checkpoint of `step`, then remove older ones but for `keep` in all."""
         from safetensors.torch import save
 
-        file, said = self._files(step)
-        about = json.dumps(dict(self.about), sort_keys=True)  # as one entry: the order of several is left to chance
-        own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        content = save(own, {"about": about})
-
-        with ThreadPoolExecutor(1) as beside:  # the checksum is made while the disk is written
-            digest = beside.submit(lambda: hashlib.sha256(content).hexdigest())
+        file, checksum_file = self._files(step)
+        # As one entry: safetensors does not keep the order of several, and equal runs shall write equal bytes.
+        identity = json.dumps(dict(self.identity), sort_keys=True)
+        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        content = save(on_cpu, {"about": identity})
+        with ThreadPoolExecutor(1) as executor:  # computes the checksum while the file is written
+            digest = executor.submit(lambda: hashlib.sha256(content).hexdigest())
             write_bytes(file, content)
-        write_text(said, f"{digest.result()}  {file.name}\n")
+        write_text(checksum_file, f"{digest.result()}  {file.name}\n")
         self._damaged.discard(step)
         self.tidy(step, keep=keep)
 
-    def tidy(self, step: int, *, keep: int = KEPT) -> None:
-        """Remove what is older than the whole generation of `step`, but for the newest whole ones, `keep` with it."""
-        for leftover in self._names(TEMPORARY):
-            self._remove(leftover)
+    def tidy(self, step: int, *, keep: int = KEEP) -> None:
+        """Remove checkpoints older than that of `step`, but for the newest intact ones, `keep` together with it."""
+        for name in self._matches(TEMPORARY_NAME):
+            self._remove(name)
         older = [old for old in self._steps() if old < step]
-        whole = [old for old in older if old not in self._damaged and all(map(Path.exists, self._files(old)))]
-        for old in sorted({*older} - {*whole[::-1][: keep - 1]}):
-            for file in reversed(self._files(old)):  # the checksum first: what has none does not count
+        intact = [old for old in older if old not in self._damaged and all(map(Path.exists, self._files(old)))]
+        for old in sorted({*older} - {*intact[::-1][: keep - 1]}):
+            for file in reversed(self._files(old)):  # the checksum first: a checkpoint without one does not count
                 self._remove(file.name)
 
-    def load(self) -> Generation | None:
-        """The newest generation that is whole, or None; a damaged one is named in a warning and passed over."""
-        found: Generation | None = None
+    def load(self) -> Checkpoint | None:
+        """Return the newest intact checkpoint, or None; warn of every damaged one that is skipped."""
+        checkpoint: Checkpoint | None = None
         faults: list[str] = []
         for step in reversed(self._steps()):
-            found = self._read(step, faults)
-            if found is not None:
+            checkpoint = self._read(step, faults)
+            if checkpoint is not None:
                 break
             self._damaged.add(step)
-        instead = "the run begins at step 0" if found is None else f"the checkpoint of step {found.step} is used"
+        if checkpoint is None:
+            consequence = "the run begins at step 0"
+        else:
+            consequence = f"the checkpoint of step {checkpoint.step} is used"
         for fault in faults:
-            warnings.warn(f"{fault}; {instead}.", DamagedCheckpoint, stacklevel=2)
-        return found
+            warnings.warn(f"{fault}; {consequence}.", DamagedCheckpoint, stacklevel=2)
+        return checkpoint
 
-    def _read(self, step: int, faults: list[str]) -> Generation | None:
-        """The generation of `step` if it is whole; else None, and what is wrong goes to `faults`."""
+    def _read(self, step: int, faults: list[str]) -> Checkpoint | None:
+        """Return the checkpoint of `step` if it is intact; otherwise None, and append what is wrong to `faults`."""
         from safetensors import SafetensorError, safe_open
         from safetensors.torch import load_file
 
-        file, said = self._files(step)
+        file, checksum_file = self._files(step)
         try:
-            if not said.exists():
+            if not checksum_file.exists():
                 faults.append(f"{file} has no checksum file")
-            elif said.read_bytes().split()[:1] != [checksum(file).encode()]:
+            elif checksum_file.read_bytes().split()[:1] != [checksum(file).encode()]:
                 faults.append(f"{file} is cut short or altered")
             else:
                 with safe_open(file, "pt") as content:
-                    about = json.loads((content.metadata() or {}).get("about", "{}"))
-                return Generation(step, load_file(file), about)
+                    identity = json.loads((content.metadata() or {}).get("about", "{}"))
+                return Checkpoint(step, load_file(file), identity)
         except (OSError, SafetensorError, ValueError) as cause:
             faults.append(f"{file} cannot be read ({cause})")
         return None
 
-    def _names(self, pattern: re.Pattern[str]) -> dict[str, re.Match[str]]:
-        """The names in the folder that the pattern fits, with what it found in them."""
+    def _matches(self, pattern: re.Pattern[str]) -> dict[str, re.Match[str]]:
+        """The file names in the folder that match the pattern, with their matches."""
         matches = map(pattern.fullmatch, sorted(file.name for file in self.folder.glob("*")))
         return {match[0]: match for match in matches if match}
 
     def _steps(self) -> list[int]:
-        """The steps of which there is anything, oldest first."""
-        return sorted({int(match[1]) for match in self._names(NAME).values()})
+        """The steps of which any file exists, oldest first."""
+        return sorted({int(match[1]) for match in self._matches(CHECKPOINT_NAME).values()})
 
     def _files(self, step: int) -> tuple[Path, Path]:
-        """The file of a generation and that of its checksum."""
+        """The file of a checkpoint and that of its checksum."""
         file = self.folder / f"{step}.safetensors"
         return file, file.with_name(file.name + ".sha256")
 

@@ -9,38 +9,37 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Stop:
-    """Whether Ctrl-C was pressed."""
+class StopRequest:
+    """Whether Ctrl-C was pressed; true once it was."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def __bool__(self) -> bool:
-        return self.asked
+        return self.requested
 
 
 @contextmanager
-def interruptible() -> Iterator[Stop]:
-    """Note the first Ctrl-C (or SIGTERM) instead of raising; a second one raises at once.
+def interruptible() -> Iterator[StopRequest]:
+    """Record the first Ctrl-C (or SIGTERM) instead of raising; a second one raises at once.
 
-    Signals reach the main thread only; elsewhere the block runs as if this were not here.
+    Signals reach the main thread only; in other threads the block runs unchanged.
 
     >>> with interruptible() as stop:
     ...     bool(stop)
     False
     """
-    stop = Stop()
+    stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  (the signature of a handler)
-        if stop.asked:
+    def handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  (the signature of a handler)
+        if stop.requested:
             raise KeyboardInterrupt
-        stop.asked = True
+        stop.requested = True
 
-    watched = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, note) for number in watched}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:

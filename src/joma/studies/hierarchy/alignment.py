@@ -20,8 +20,8 @@ from joma.data.combinations import Collapsed, Combinations, CombinationTree, min
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.alignment import latent_alignment, mean_alignment
 from joma.report.figure import MARKERS, band, bars, canvas, letters, marker
-from joma.study import Absent, Claim, Context, Drawing, Preset, Study, above, between, only
-from joma.train import Optimiser
+from joma.study import Absent, Arms, Claim, Context, Drawing, Preset, Study, above, between, only
+from joma.train import Compute, Optimiser, Record
 
 PUBLISHED = {0: (0.94, 1.00), 1: (0.55, 0.81)}  # by latent layer s
 CLASSES, CHILDREN, LATENTS = (20, 30), (2, 3), ((10, 20), (20, 30))
@@ -104,7 +104,7 @@ def cell(classes: int, children: int, latents: tuple[int, int]) -> str:
 def _trees(config: Config, context: Context, classes: int, children: int) -> list[Combinations]:
     """One draw of trees, a tree a seed, for each (N0, N1)."""
     law = CombinationTree(classes, children, vocabulary=config.vocabulary, length=config.length)
-    return [replace(law, latents=latents).draw(context.generators()) for latents in config.latents]
+    return [replace(law, latents=latents).draw(context.generators("trees")) for latents in config.latents]
 
 
 def _collapsed(trees: list[Combinations]) -> Collapsed:
@@ -138,12 +138,12 @@ def _decoder(config: Config, arm: str, classes: int) -> DecoderConfig:
 def _trained(config: Config, context: Context, arm: str, classes: int, children: int) -> xr.Dataset:
     """Train all (N0, N1) and seeds of one (classes, children) as one model, and measure its alignment on the way."""
     trees, device, steps = _trees(config, context, classes, children), context.device, whole("steps", config.steps)
-    groups = len(config.latents)
+    arms = Arms("cell", [cell(classes, children, latents) for latents in config.latents])
     data = _collapsed(trees)
     sequence, multiplicity = data.sequence.to(device), data.multiplicity[0].to(device)
-    streams = [generator for _ in range(groups) for generator in context.generators()]
-    model = Decoder(_decoder(config, arm, classes), generators=streams)
-    counts = minibatch_counts(classes, batch=config.batch, steps=steps + 1, generators=streams).to(device)
+    model = Decoder(_decoder(config, arm, classes), generators=context.generators("weights", arms))
+    draws = context.generators("minibatches", arms)
+    counts = minibatch_counts(classes, batch=config.batch, steps=steps + 1, generators=draws).to(device)
     share, label = counts.to(torch.float32) / config.batch, torch.arange(classes, device=device)[:, None]
 
     def loss(model: Decoder, step: Tensor) -> Tensor:
@@ -156,23 +156,19 @@ def _trained(config: Config, context: Context, arm: str, classes: int, children:
         loss,
         optimiser=Optimiser("adam", config.rate, weight_decay=config.weight_decay),
         steps=steps,
-        record=partial(_measured, sequence=sequence, multiplicity=multiplicity, trees=trees),
-        at=schedule.logarithmic(config.records, steps),
-        save=context.saves(steps),
-        dims={"alignment": ("latent_layer", "layer")},
-        seeds=None,
-        precision=config.precision,
-        compiled=config.compiled,
-        dynamic=True,
-        gradients=False,
+        record=Record(
+            partial(_measured, sequence=sequence, multiplicity=multiplicity, trees=trees),
+            at=schedule.logarithmic(config.records, steps),
+            dims={"alignment": ("latent_layer", "layer")},
+            gradients=False,
+        ),
+        compute=Compute(config.precision, compiled=config.compiled, dynamic=True),
+        arms=arms,
         label=f"alignment, {ARM_NAMES[arm]}, {classes} classes, {children} children",
     )
-    names = [cell(classes, children, latents) for latents in config.latents]
     caps = torch.stack([tree.accuracy_cap for tree in trees])
     kept = found[["loss", "accuracy", "alignment", "diverged"]]
-    return (
-        context.folded(kept, "cell", names).expand_dims(arm=[arm]).assign(accuracy_cap=(("cell", "seed"), caps.numpy()))
-    )
+    return kept.expand_dims(arm=[arm]).assign(accuracy_cap=(("cell", "seed"), caps.numpy()))
 
 
 def _measured(
@@ -203,7 +199,7 @@ def _chance(config: Config, context: Context) -> xr.DataArray:
     values, names = [], []
     for classes, children in product(config.classes, config.children):
         for latents, tree in zip(config.latents, _trees(config, context, classes, children), strict=True):
-            drawn = [torch.randn(classes, config.hidden, generator=one) for one in context.generators()]
+            drawn = [torch.randn(classes, config.hidden, generator=one) for one in context.generators("chance")]
             values.append(_aligned(tree, torch.stack(drawn)))
             names.append(cell(classes, children, latents))
     coords = {"cell": names, "seed": list(context.seeds)}

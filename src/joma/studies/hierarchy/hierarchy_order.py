@@ -24,7 +24,7 @@ from joma.models.transformer import Decoder, DecoderConfig
 from joma.report.figure import band, canvas, letters, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, above, at_least, at_most
 from joma.theory import hierarchy
-from joma.train import Optimiser
+from joma.train import Optimiser, Record
 
 DEEP, SHALLOW = (2, 2, 2, 2), (2, 2, 4)  # 16 tokens each; the shallow tree lacks the latents just above the tokens
 P0 = (0.5, 0.5)
@@ -126,7 +126,7 @@ def _trained(config: Config, context: Context, tree: HBLT, layers: int, *, label
     """Train a decoder on a tree and follow the mutual attention of every pair of tokens from its start."""
     steps, batch, pool = (whole(name, getattr(config, name)) for name in ("steps", "batch", "pool"))
     asked = whole("asked", config.asked, high=TOKENS - 1)
-    generators = context.generators()
+    generators = context.seed_generators()
     decoder = DecoderConfig(
         vocabulary=1 + 2 * TOKENS, width=config.width, layers=layers, outputs=1, positions="none", mask="full"
     )
@@ -138,10 +138,11 @@ def _trained(config: Config, context: Context, tree: HBLT, layers: int, *, label
         _loss(data),
         optimiser=Optimiser("adam", config.rate),
         steps=steps,
-        record=_watch(Sequences(*(part[0] for part in probe))),
-        at=schedule.every(max(1, steps // whole("moments", config.moments)), steps),
-        dims={"attention": ("layer", "pair")},
-        save=schedule.every(max(1, steps // 4), steps),
+        record=Record(
+            _watch(Sequences(*(part[0] for part in probe))),
+            at=schedule.every(max(1, steps // whole("moments", config.moments)), steps),
+            dims={"attention": ("layer", "pair")},
+        ),
         label=label,
     )
     gain = found.attention - found.attention.isel(step=0)

@@ -21,7 +21,7 @@ from joma.models.block import Block, BlockConfig
 from joma.report.figure import canvas, letters, measured, theory
 from joma.study import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, between, near
 from joma.theory import flows
-from joma.train import Optimiser
+from joma.train import Optimiser, Record
 
 ARMS = {"faster": 10.0, "equal": 1.0, "slower": 0.1}  # the decoder's rate over that of the attention logits
 DECADE = 10.0  # the late phase is the last decade of the training
@@ -65,7 +65,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
     """Train with a faster, an equal and a slower decoder, beside the integrated flow of the same data."""
     _check(config)
     data = sequence_classes(
-        generators=context.generators(),
+        generators=context.seed_generators(),
         queries=config.queries,
         classes=config.classes,
         distinct=config.distinct,
@@ -138,7 +138,7 @@ def _train(config: Config, context: Context, data: SequenceClasses, arm: str) ->
     x, query, labels = data.frequency.to(context.device), data.query.to(context.device), config.labels
     block = Block(
         BlockConfig(tokens=x.shape[-1], hidden=config.outputs, queries=config.queries, scale=0.0),
-        generators=context.generators(),
+        generators=context.seed_generators(),
     )
     target = torch.arange(labels, device=context.device).expand(len(x), -1)
     shared = (~data.distinct.any(dim=0)).to(x)
@@ -153,10 +153,11 @@ def _train(config: Config, context: Context, data: SequenceClasses, arm: str) ->
         loss,
         optimiser=Optimiser("sgd", ARMS[arm] * config.rate_z, rates={"z": config.rate_z}),
         steps=config.steps,
-        record=lambda model, _: {"z": model.z, "common": model.attend(x, query) @ shared},
-        at=schedule.logarithmic(config.records, config.steps),
-        dims={"z": ("query", "token"), "common": ("label",)},
-        save=schedule.every(5000, config.steps),
+        record=Record(
+            lambda model, _: {"z": model.z, "common": model.attend(x, query) @ shared},
+            at=schedule.logarithmic(config.records, config.steps),
+            dims={"z": ("query", "token"), "common": ("label",)},
+        ),
         label=f"scan-snap, decoder {arm}",
     )
     found["logit"] = (("seed", "step", "label", "rank"), _distinct(data, found.z.values))

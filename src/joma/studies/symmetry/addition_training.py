@@ -20,8 +20,8 @@ from joma import noise, schedule
 from joma.arguments import InputError, choice, scalar, whole
 from joma.data import addition
 from joma.models.transformer import CHOICES, Decoder, DecoderConfig
-from joma.study import Context
-from joma.train import Optimiser
+from joma.study import Arms, Context
+from joma.train import Compute, Optimiser, Record
 
 REMOVED = {"attention": (False, True), "mlp": (True, False), "both": (False, False)}  # what is left: attention, MLP
 EVERY = "all"
@@ -30,7 +30,7 @@ SPLIT = 0  # of the one split of the pairs, which all seeds share, as they diffe
 FOLDS = 5  # of the readout of positions: at least so many sequences are read
 AT_ONCE = {"cpu": 1 << 13, "cuda": 1 << 19}  # tokens of all models read in one pass where nothing is trained
 
-Record = Callable[[Decoder, int], Mapping[str, Tensor]]
+Measure = Callable[[Decoder, int], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def train(
     chosen: Mapping[str, Arm],
     *,
     label: str,
-    record: Record,
+    record: Measure,
     dims: Mapping[str, Sequence[str]],
     at: Iterable[int] | None = None,
 ) -> xr.Dataset:
@@ -162,12 +162,12 @@ def train(
     first = next(iter(chosen.values()))
     if any(arm.kind != first.kind for arm in chosen.values()):
         raise InputError("chosen", "arms of one kind", ", ".join(chosen), "train rotary ones and other masks apart")
-    generators = [own for _ in chosen for own in context.generators()]
-    seeds = torch.tensor(context.seeds, device=context.device).repeat(len(chosen))
-    positions = [arm.positions for arm in chosen.values() for _ in context.seeds]
+    arms = Arms("arm", list(chosen))
+    seeds = torch.tensor(context.models(arms), device=context.device)
+    positions = context.per_model([arm.positions for arm in chosen.values()])
     model = Decoder(
         decoder(setting, first),
-        generators=generators,
+        generators=context.seed_generators(arms),
         residual=_residual(setting, context, chosen),
         positions=None if first.positions == "rotary" else positions,
     )
@@ -178,9 +178,8 @@ def train(
         return surprisal(model, written(setting, drawn), setting.digits).mean(dim=(1, 2))
 
     at = moments(setting) if at is None else at
-    fixed = options(setting, context)
-    found = context.fit(model, loss, record=record, at=at, dims=dims, seeds=None, label=label, **fixed)
-    return context.folded(found, "arm", list(chosen))
+    measures = Record(record, at=at, dims=dims, gradients=False)
+    return context.fit(model, loss, record=measures, arms=arms, label=label, **options(setting))
 
 
 def _residual(setting: Setting, context: Context, chosen: Mapping[str, Arm]) -> Bool[Tensor, "seed layer 2"] | None:
@@ -191,10 +190,9 @@ def _residual(setting: Setting, context: Context, chosen: Mapping[str, Arm]) -> 
     return torch.tensor(rows).repeat_interleave(len(context.seeds), dim=0)
 
 
-def options(setting: Setting, context: Context) -> dict[str, Any]:
-    """How a setting trains: rule, steps and precision, and when to save; on CUDA, where it is short, at its end."""
-    fixed = {"steps": setting.steps, "precision": setting.precision, "save": context.saves(setting.steps)}
-    return {"optimiser": _optimiser(setting), "gradients": False, **fixed}
+def options(setting: Setting) -> dict[str, Any]:
+    """How a setting trains: optimiser, steps and precision."""
+    return {"optimiser": _optimiser(setting), "steps": setting.steps, "compute": Compute(setting.precision)}
 
 
 def _optimiser(setting: Setting) -> Optimiser:

@@ -57,7 +57,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
     table = [_parts(config, *cell) for cell in itertools.product(*TABLE.values())]
     with context.progress.task("permutation", total=len(table)) as work:
         for parts in table:
-            model = Decoder(parts, generators=context.generators(), dtype=torch.float64).to(context.device)
+            model = Decoder(parts, generators=context.seed_generators(), dtype=torch.float64).to(context.device)
             found.append(permutation_gap(model, tokens, inputs=config.inputs))
             work.advance()
     shape, dims = [len(context.seeds), *map(len, TABLE.values())], ("seed", *TABLE)

@@ -24,6 +24,7 @@ from joma.studies.symmetry import addition_training
 from joma.studies.symmetry.addition_training import FOLDS
 from joma.studies.text import language_training
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.train import Record
 
 TASKS = ("addition", "text")
 DIMS: dict[str, Sequence[str]] = {
@@ -123,7 +124,7 @@ def _addition(
 
 def _text(config: Config, context: Context, text: language_training.Text, steps: Sequence[int]) -> xr.Dataset:
     shown = windows(text, config.probed)
-    model = Decoder(_parts(config, text.types, config.width, config.init), generators=context.generators())
+    model = Decoder(_parts(config, text.types, config.width, config.init), generators=context.seed_generators())
 
     def loss(model: Decoder, step: Tensor) -> Float[Tensor, " seed"]:
         return model.surprisal(*text.window(step)).mean(dim=(1, 2))
@@ -132,8 +133,8 @@ def _text(config: Config, context: Context, text: language_training.Text, steps:
         del step
         return _read(config, model, shown)
 
-    label, options = "position-emergence, text", addition_training.options(config, context)
-    found = context.fit(model, loss, record=record, at=steps, dims=DIMS, label=label, **options)
+    measures, options = Record(record, at=steps, dims=DIMS, gradients=False), addition_training.options(config)
+    found = context.fit(model, loss, record=measures, label="position-emergence, text", **options)
     return _numbered(found, config.length)
 
 
@@ -165,7 +166,7 @@ def untrained(config: Config, context: Context, types: int, tokens: Int[Tensor, 
     found, widths = [], sorted({*config.widths})
     for init in INITS:
         for width in widths:
-            model = Decoder(_parts(config, types, width, init), generators=context.generators()).to(context.device)
+            model = Decoder(_parts(config, types, width, init), generators=context.seed_generators()).to(context.device)
             read = _read(config, model, tokens)
             read["null"] = read["null"].amax(dim=-1)
             found.append(torch.stack([read[name] for name in RANDOM]).cpu())

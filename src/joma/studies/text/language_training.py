@@ -31,8 +31,8 @@ from joma.probes.bounce import measure_bounce
 from joma.probes.entropy import shannon_entropy
 from joma.probes.rank import stable_rank
 from joma.report.figure import COLOURS, MARKERS
-from joma.study import Context
-from joma.train import Optimiser
+from joma.study import Arms, Context
+from joma.train import Compute, Optimiser, Record
 from joma.train.optimiser import Schedule
 
 Probe = Callable[[Decoder], Mapping[str, Tensor]]
@@ -213,9 +213,9 @@ def train(
         the rows of every full validation window), `stable_rank` of each MLP's lower weights, and, where the validation
         text is long enough, `window_entropy`, of the one window that the authors' figures show.
     """
-    copies = max(1, len(rates))
-    seeds = torch.tensor(context.seeds, device=context.device).repeat(copies)
-    generators = [own for _ in range(copies) for own in context.generators()]  # a seed starts alike at every rate
+    arms = Arms("rate", rates) if rates else None
+    seeds = torch.tensor(context.models(arms), device=context.device)
+    generators = context.seed_generators(arms)  # a seed starts alike at every rate
     config = decoder(setting, text.types, layers)
     if hold is None:
         model = Decoder(config, generators=generators)
@@ -228,7 +228,7 @@ def train(
         tokens, target = text.window(step)
         return model.surprisal(tokens, target, noise=noise.key(seeds, step)).mean(dim=(1, 2))
 
-    rate = [one for one in rates for _ in context.seeds] or setting.rate
+    rate = context.per_model(rates) or setting.rate
     restart = text.epoch if setting.restart else None
     rule = Optimiser("adam", rate, clip=setting.clip, restart=restart, schedules=schedules or {})
     found = context.fit(
@@ -236,17 +236,17 @@ def train(
         loss,
         optimiser=rule,
         steps=setting.steps,
-        record=partial(_record, text=text, probe=probe, half=setting.precision == "bf16"),
-        at=moments(setting, text),
-        dims={**DIMS, **(dims or {})},
-        seeds=None,
-        precision=setting.precision,
-        save=context.saves(setting.steps),
-        gradients=False,
+        record=Record(
+            partial(_record, text=text, probe=probe, half=setting.precision == "bf16"),
+            at=moments(setting, text),
+            dims={**DIMS, **(dims or {})},
+            gradients=False,
+        ),
+        compute=Compute(setting.precision),
+        arms=arms,
         label=label,
     )
-    found = found.assign_coords(layer=np.arange(layers), head=np.arange(setting.heads))
-    return context.folded(found, "rate", rates) if rates else found.assign_coords(seed=list(context.seeds))
+    return found.assign_coords(layer=np.arange(layers), head=np.arange(setting.heads))
 
 
 def _record(model: Decoder, step: int, *, text: Text, probe: Probe | None, half: bool) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
     """Sample the trees and enumerate random ones, seed by seed, beside the closed form and its limit."""
     predicted, drawn = _predicted(config), []
     with context.progress.task("cooccurrence", total=len(context.seeds)) as work:
-        for generator in context.generators():
+        for generator in context.seed_generators():
             drawn.append(_drawn(config, generator))
             work.advance()
     return predicted.merge(xr.concat(drawn, dim=xr.Variable("seed", list(context.seeds))))

@@ -21,9 +21,9 @@ from joma.arguments import InputError, scalar, whole
 from joma.data.tokens import token_classes
 from joma.models.block import Block, BlockConfig
 from joma.report.figure import canvas, letters, marker, measured, theory
-from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.study import Arms, Claim, Context, Drawing, Preset, Study, at_least, at_most
 from joma.theory import invariants
-from joma.train import Optimiser
+from joma.train import Optimiser, Record
 
 ATTENTIONS = ("softmax", "exp", "linear")
 ACTIVATIONS = ("linear", "relu", "gelu")
@@ -126,7 +126,7 @@ def _prepared(config: Config, context: Context, setting: Setting) -> tuple[Tenso
 
     A seed draws its data and then its weights from one stream, whatever the setting.
     """
-    streams = {kind: context.generators() for kind in TOKENS}
+    streams = {kind: context.seed_generators() for kind in TOKENS}
     draw = partial(token_classes, classes=config.classes, distinct=config.distinct, common=config.common)
     x = torch.cat([draw(kind, generators=own).frequency for kind, own in streams.items()])
     options, optimiser = _broken(config, setting.breaker)
@@ -195,16 +195,18 @@ def _trained(
             kept | {"b_bar": model.mean_attention(), "pull": model.pull()} if setting.attention == "softmax" else kept
         )
 
+    dims = {"w": ("dim", "hidden"), "z": ("query", "token"), "b_bar": ("token",), "pull": ("token",)}
     raw = context.fit(
         block,
         loss,
         optimiser=optimiser,
         steps=whole("steps", config.steps),
-        record=record,
-        dims={"w": ("dim", "hidden"), "z": ("query", "token"), "b_bar": ("token",), "pull": ("token",)},
-        seeds=None,
+        record=Record(record, dims=dims),
+        arms=Arms("kind", TOKENS),
         label=setting.label,
     )
+    raw = raw.stack(lead=("kind", "seed")).drop_vars(("lead", "kind", "seed")).rename(lead="seed")
+    raw = raw.transpose("seed", "step", ...)
     v = block.U_C.T.cpu().numpy() @ raw.w.values  # at once: cheaper than at every step
     return raw.drop_vars("w").assign(v=(("seed", "step", "token", "hidden"), v))
 

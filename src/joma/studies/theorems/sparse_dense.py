@@ -18,7 +18,7 @@ from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import bounce, flows, growth
-from joma.train import Optimiser
+from joma.train import Optimiser, Record
 
 # The targets that Figure 4 was drawn with: 1 + 3u for ten uniform numbers u, sorted.
 FIGURE_4 = (1.265432, 1.396091, 1.922268, 2.366884, 2.470280, 2.488770, 2.896919, 2.902236, 3.304665, 3.689334)
@@ -124,10 +124,11 @@ def _trained(config: Config, context: Context) -> xr.Dataset:
     One context a token, exp attention, one hidden unit; logits begin at v0²/2, where Theorem 1 puts them for this v0.
     """
     count, steps = whole("components", config.components, low=2), round(config.until / config.rate)
-    draws = [torch.rand(count, generator=one, dtype=torch.float64) for one in context.generators()]
+    draws = [torch.rand(count, generator=one, dtype=torch.float64) for one in context.seed_generators()]
     mu = torch.stack([0.5 + 2.5 * draw for draw in draws])
     block = Block(
-        BlockConfig(tokens=count, hidden=1, attention="exp", residual=False, scale=0.0), generators=context.generators()
+        BlockConfig(tokens=count, hidden=1, attention="exp", residual=False, scale=0.0),
+        generators=context.seed_generators(),
     )
     with torch.no_grad():
         block.w[:, :count] = config.v0
@@ -143,9 +144,11 @@ def _trained(config: Config, context: Context) -> xr.Dataset:
         loss,
         optimiser=Optimiser("sgd", config.rate),
         steps=steps,
-        record=lambda model, _: {"trained": model.v[..., 0], "entropy": shannon_entropy(model.z[:, 0].softmax(-1))},
-        at=schedule.every(max(1, steps // 160), steps),
-        dims={"trained": ("token",)},
+        record=Record(
+            lambda model, _: {"trained": model.v[..., 0], "entropy": shannon_entropy(model.z[:, 0].softmax(-1))},
+            at=schedule.every(max(1, steps // 160), steps),
+            dims={"trained": ("token",)},
+        ),
         label="sparse-dense",
     )
     times = found.step.values * config.rate

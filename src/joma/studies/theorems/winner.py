@@ -18,7 +18,7 @@ from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import flows, growth
-from joma.train import Optimiser
+from joma.train import Optimiser, Record
 
 BLOW_UP = np.sqrt(np.pi / 2)  # saliences are scaled to this largest |Δ|, so that the winner blows up at t = 1
 LATE = 1 - 1e-6
@@ -68,7 +68,7 @@ def _data(config: Config, context: Context) -> tuple[Tensor, Tensor, np.ndarray]
     shape = whole("samples", config.samples), whole("tokens", config.tokens, low=2)
     drawn = [
         (torch.rand(shape, generator=one, dtype=torch.float64), torch.randn(shape[0], generator=one).double())
-        for one in context.generators()
+        for one in context.generators("contexts")
     ]
     x, g = (torch.stack(part) for part in zip(*drawn, strict=True))
     x = x**4 / (x**4).sum(dim=-1, keepdim=True)  # a few tokens make up most of a context
@@ -82,16 +82,18 @@ def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, parts: int
     half = whole("steps", config.steps, low=200) // 2
     last = int(scalar("until", config.until, low=0.1, high=0.999) * half)
     block = Block(
-        BlockConfig(tokens=x.shape[-1], hidden=1, attention="exp", scale=0.0), generators=context.generators()
+        BlockConfig(tokens=x.shape[-1], hidden=1, attention="exp", scale=0.0), generators=context.generators("weights")
     )
     found = context.fit(
         block,
         lambda model, _: -(g * model(x)[..., 0]).mean(dim=-1),
         optimiser=Optimiser("sgd", 1 / (parts * half)),
         steps=parts * last,
-        record=lambda model, _: {"trained": model.v[..., 0], "entropy": shannon_entropy(model.z[:, 0].softmax(-1))},
-        at=[parts * step for step in schedule.every(max(1, last // 50), last)],
-        dims={"trained": ("token",)},
+        record=Record(
+            lambda model, _: {"trained": model.v[..., 0], "entropy": shannon_entropy(model.z[:, 0].softmax(-1))},
+            at=[parts * step for step in schedule.every(max(1, last // 50), last)],
+            dims={"trained": ("token",)},
+        ),
         label=f"winner, {parts * half} steps",
     )
     times = found.step.values / (parts * half)
@@ -100,7 +102,8 @@ def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, parts: int
 
 def _figure_3(config: Config, context: Context) -> xr.Dataset:
     """Train Figure 3's block: softmax attention, as many hidden units as classes, which are the classes' logits."""
-    data, generators = token_classes("gaussian", generators=context.generators()), context.generators()
+    data = token_classes("gaussian", generators=context.generators("Figure 3, data"))
+    generators = context.generators("Figure 3, weights")
     classes, label = len(data.label), data.label.expand(len(generators), -1)
     heat = config.figure_3_temperature
     block = Block(
@@ -116,9 +119,11 @@ def _figure_3(config: Config, context: Context) -> xr.Dataset:
         ),
         optimiser=Optimiser("sgd", config.figure_3_rate),
         steps=steps,
-        record=lambda model, _: {"figure_3": model.v},
-        at=schedule.every(max(1, steps // 50), steps),
-        dims={"figure_3": ("word", "hidden")},
+        record=Record(
+            lambda model, _: {"figure_3": model.v},
+            at=schedule.every(max(1, steps // 50), steps),
+            dims={"figure_3": ("word", "hidden")},
+        ),
         label="winner, Figure 3",
     )
     found["figure_3_salience"] = (("seed", "word", "hidden"), salience.numpy())

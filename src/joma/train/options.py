@@ -1,0 +1,105 @@
+"""Options of the training loop that belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from joma import schedule
+from joma.arguments import InputError, choice, whole
+
+PRECISIONS = {"highest": "float32", "high": "TF32", "bf16": "bfloat16, accumulated in float32; records TF32"}
+Measure = Callable[[Any, int], Mapping[str, Tensor]]
+
+
+def _no_measures(model: Any, step: int) -> dict[str, Tensor]:  # noqa: ARG001  (the signature of `measure`)
+    return {}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is recorded while a model trains, and when. The loss is always recorded.
+
+    Attributes:
+        measure: from the model and the step to named tensors [seed, ...].
+        at: the steps at which to record, such as those of `joma.schedule`; every step if None.
+        dims: names of the axes after `seed`, by variable.
+        gradients: whether `measure` reads gradients. If not, recorded steps are replayed too on CUDA.
+        seeds: labels of the seed axis; 0, 1, … if None.
+    """
+
+    measure: Measure = _no_measures
+    at: Iterable[int] | None = None
+    dims: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    gradients: bool = True
+    seeds: Sequence[int] | None = None
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether a recorded step needs the gradients of its own backward pass."""
+        return self.gradients and self.measure is not _no_measures
+
+    def steps(self, last: int) -> frozenset[int]:
+        """Return the steps at which to record, checked to lie in [0, last]."""
+        steps = _checked_steps("at", range(last + 1) if self.at is None else self.at, last)
+        if not steps:
+            raise InputError("at", "at least one step", "none", "use a policy of joma.schedule")
+        return steps
+
+    def labels(self, count: int) -> Sequence[int]:
+        """Return one label for each of `count` seeds."""
+        labels = range(count) if self.seeds is None else self.seeds
+        if len(labels) != count:
+            raise InputError("seeds", f"{count} labels", len(labels), "give one for each seed of the model")
+        return labels
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where and when checkpoints are written.
+
+    Attributes:
+        folder: a folder for this training alone. Training resumes from the newest checkpoint in it.
+        at: the steps at which to save; ten of them if None. The end is always saved.
+        min_seconds: a save that would come sooner after the last one, or after the start, is left out.
+    """
+
+    folder: Path | str
+    at: Iterable[int] | None = None
+    min_seconds: float = 0.0
+
+    def steps(self, last: int) -> frozenset[int]:
+        """Return the steps at which to save, checked to lie in [0, last]."""
+        return _checked_steps("save", schedule.every(max(1, last // 10), last) if self.at is None else self.at, last)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a step is computed on CUDA. On the CPU matrix products are always exact and nothing is compiled.
+
+    Attributes:
+        precision: of float32 matrix products, a name of `PRECISIONS`.
+        compiled: whether to compile the modules that the model offers (`joma.train.protocol.CompiledModel`).
+        dynamic: compile once for all sizes, for many models of different sizes one after the other. Otherwise each
+            size has its own graph, which is faster.
+    """
+
+    precision: str = "highest"
+    compiled: bool = True
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        choice("precision", self.precision, PRECISIONS)
+
+    @property
+    def half(self) -> bool:
+        """Whether matrix products are in bfloat16."""
+        return self.precision == "bf16"
+
+
+def _checked_steps(name: str, steps: Iterable[int], last: int) -> frozenset[int]:
+    return frozenset(whole(name, step, low=0, high=last) for step in steps)

@@ -1,0 +1,28 @@
+"""What the training loop needs to know of a model beyond its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+
+@runtime_checkable
+class CompiledModel(Protocol):
+    """A model that says which of its modules the loop may compile on CUDA.
+
+    Any `nn.Module` whose parameters have the seed as leading axis can be trained. One that has these two methods trains
+    faster on CUDA; others are captured as they are.
+    """
+
+    def compiled_modules(self) -> Sequence[nn.Module]:
+        """Return the modules to compile; modules of one class share a graph."""
+        ...
+
+    def product_weights(self) -> Mapping[str, tuple[nn.Module, str]]:
+        """Return the weights that only matrix products read: the module and its attribute, by parameter name.
+
+        With bfloat16 products the loop replaces large ones by copies in bfloat16 while a step is captured.
+        """
+        ...

@@ -1,0 +1,223 @@
+"""A model in training: its optimiser state, what was recorded so far, and which seeds have diverged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from joma.arguments import InputError
+from joma.progress import Task
+from joma.train import cuda
+from joma.train.checkpoint import Checkpoint
+from joma.train.optimiser import Optimiser
+from joma.train.options import Compute, Record
+
+Model = TypeVar("Model", bound=nn.Module)
+Loss = Callable[[Model, Tensor], Tensor]
+
+NEVER = -1  # the step of divergence of a seed that stayed finite
+REFRESH_SECONDS = 0.5  # between two readings of the loss for the progress bar
+
+
+class Training(Generic[Model]):
+    """One training run, step by step. At step n the parameters have been updated n times.
+
+    Attributes:
+        step_number: the number of updates, a tensor without axes on the model's device, which the loss reads.
+        diverged: for each seed the step at which its loss was first not finite, −1 if it never was.
+        recorded: the values of each recorded variable, one tensor [seed, ...] a recorded step.
+        recorded_at: the recorded steps.
+    """
+
+    def __init__(self, model: Model, loss: Loss[Model], optimiser: Optimiser, record: Record, compute: Compute) -> None:
+        self.model, self.loss, self.record, self.compute = model, loss, record, compute
+        self.seeds = count_seeds(model)
+        self.updater = optimiser.build(model)
+        device = next(model.parameters()).device
+        self.step_number = torch.zeros((), dtype=torch.long, device=device)
+        self.diverged: Int[Tensor, " seed"] = torch.full((self.seeds,), NEVER, dtype=torch.long, device=device)
+        self.losses = self.replayed_losses = torch.zeros(self.seeds, device=device)
+        self.recorded: dict[str, list[Tensor]] = {}
+        self.recorded_at: list[int] = []
+        self.on_cuda = device.type == "cuda"
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.loss_shown_at = time.monotonic()
+
+    def prepare(self, start: int) -> None:
+        """Set the step to start from; on CUDA, capture a step before the first one is made."""
+        self.step_number.fill_(start)
+        if self.on_cuda:
+            self._capture(start)
+
+    def step(self, step: int, *, record: bool, update: bool) -> None:
+        """Make one step: replay the captured one, or run it eagerly on the CPU and where gradients are recorded."""
+        if record:
+            self.recorded_at.append(step)
+        if self.graph is not None and update and not (record and self.record.reads_gradients):
+            self._replay(self.graph, step, record=record)
+            return
+        self.step_number.fill_(step)
+        self._backward()
+        diverged = self._diverged_seeds()
+        if record:
+            self._append({"loss": self.losses, **self.record.measure(self.model, step)}, diverged)
+        if update:
+            self.updater.update(self.step_number, diverged)
+        self.step_number.fill_(step + 1)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, step: int, *, record: bool) -> None:
+        # Copies: the replayed step may change the tensors that the measures are views of.
+        measures = self.record.measure(self.model, step) if record else {}
+        measures = {name: value.clone() for name, value in measures.items()}
+        graph.replay()
+        self.losses = self.replayed_losses
+        if record:
+            self._append({"loss": self.losses, **measures}, self._diverged_seeds())
+
+    def _backward(self) -> None:
+        self.updater.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.compute.half and self.on_cuda):
+            losses = self.loss(self.model, self.step_number)
+        if losses.shape != (self.seeds,):
+            expected, got = f"one value for each of {self.seeds} seeds", f"shape {tuple(losses.shape)}"
+            raise InputError("loss", expected, got, "average over all axes but the seed's")
+        if not losses.requires_grad:
+            expected, got = "a function of the model's parameters", "a tensor without a gradient"
+            raise InputError("loss", expected, got, "compute it from the model, with nothing detached")
+        losses.sum().backward()
+        self.losses = losses.detach()
+        newly_diverged = ~self.losses.isfinite() & (self.diverged == NEVER)
+        self.diverged.copy_(torch.where(newly_diverged, self.step_number, self.diverged))
+
+    def _diverged_seeds(self) -> Bool[Tensor, " seed"] | None:
+        """Return which seeds have diverged, or None if none has."""
+        diverged = self.diverged != NEVER
+        return diverged if bool(diverged.any()) else None
+
+    def _append(self, values: Mapping[str, Tensor], diverged: Bool[Tensor, " seed"] | None) -> None:
+        """Append one value of each variable to the record; those of diverged seeds become NaN."""
+        for name, value in values.items():
+            if value.shape[:1] != (self.seeds,):
+                got = f"{name} of shape {tuple(value.shape)} for {self.seeds} seeds"
+                raise InputError("record", "tensors with the seed as leading axis", got, "keep that axis")
+            # NumPy does not know bfloat16.
+            dtype = torch.float32 if value.dtype == torch.bfloat16 else value.dtype
+            copy = value.detach().to("cpu", dtype, copy=True)
+            if diverged is not None and value.is_floating_point():
+                copy[diverged.cpu()] = torch.nan
+            self.recorded.setdefault(name, []).append(copy)
+
+    def _capture(self, start: int) -> None:
+        """Capture a whole step, with the model's modules compiled and its large weights in half precision."""
+
+        def trial() -> None:
+            self.step_number.fill_(start)  # the loss need not know any step but those of the run
+            self._captured_step()
+
+        modules = cuda.compiled_modules(self.model, self.compute)
+        with self._state_restored(), cuda.half_weights(self.model, self.updater, self.compute), modules:
+            self.graph = cuda.capture(self._captured_step, trial=trial, reset=self.updater.zero_grad)
+            self.replayed_losses = self.losses  # where every replay leaves them
+
+    @contextmanager
+    def _state_restored(self) -> Iterator[None]:
+        """Undo on exit what trial steps change.
+
+        An updater with a gate leaves the parameters alone while it is closed, so that they need no copy.
+        """
+        gate = self.updater.gate
+        changing = {name: t for name, t in self.tensors().items() if gate is None or not name.startswith("model/")}
+        zero_moments = gate is not None and int(self.step_number) == 0
+        copies = {
+            name: tensor.to("cpu", copy=True)
+            for name, tensor in changing.items()
+            if not (zero_moments and "rule/" in name)
+        }
+        if gate is not None:
+            gate.zero_()
+        self.updater.zero_grad()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in changing.items():
+                    tensor.copy_(copies[name]) if name in copies else tensor.zero_()
+            if gate is not None:
+                gate.fill_(1.0)
+
+    def _captured_step(self) -> None:
+        self._backward()
+        self.updater.update(self.step_number, self.diverged != NEVER)
+        self.step_number.add_(1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all that a step changes, by name: parameters, buffers, optimiser state, the step and divergence."""
+        persistent = self.model.state_dict()
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
+        tensors = {f"buffer/{name}": buffer.detach() for name, buffer in buffers.items()}
+        for name, parameter in self.model.named_parameters():
+            tensors[f"model/{name}"] = parameter.detach()
+            moments = self.updater.moments.get(name, {})
+            tensors |= {f"rule/{name}/{kind}": moment for kind, moment in moments.items()}
+        return tensors | {"now": self.step_number, "diverged": self.diverged}
+
+    def state(self, *, final: bool = False) -> dict[str, Tensor]:
+        """Return what a checkpoint holds; that of a finished run leaves the optimiser state out."""
+        tensors = {name: t for name, t in self.tensors().items() if not (final and name.startswith("rule/"))}
+        # Buffers may be views of each other, parameters are not; the file format wants separate tensors.
+        tensors = {name: t.clone() if name.startswith("buffer/") else t for name, t in tensors.items()}
+        recorded = {f"recorded/{name}": torch.stack(values) for name, values in self.recorded.items()}
+        at = torch.tensor(self.recorded_at, dtype=torch.long)
+        return tensors | recorded | {"at": at, "finished": torch.tensor(final)}
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take over the state of a checkpoint of this very run."""
+        tensors = self.tensors()
+        with torch.no_grad():
+            for name, value in checkpoint.tensors.items():
+                if name in tensors:
+                    tensors[name].copy_(value)
+                elif name.startswith("recorded/"):
+                    self.recorded[name.removeprefix("recorded/")] = list(value)
+        self.recorded_at = checkpoint.tensors["at"].tolist()
+
+    def differences(self, checkpoint: Checkpoint, record_steps: frozenset[int]) -> list[str]:
+        """Return the arguments of `fit` in which the checkpoint's tensors show another run: `at` or `model`."""
+        final = bool(checkpoint.tensors["finished"])
+        expected_at = sorted(step for step in record_steps if step < checkpoint.step or final)
+        same = {
+            "at": checkpoint.tensors["at"].tolist() == expected_at,
+            "model": _layout(self.state(final=final)) == _layout(checkpoint.tensors),
+        }
+        return [name for name, agrees in same.items() if not agrees]
+
+    def report(self, task: Task) -> None:
+        """Advance the progress bar by one step and, twice a second, show the loss."""
+        task.advance()
+        if time.monotonic() - self.loss_shown_at > REFRESH_SECONDS:
+            self.loss_shown_at = time.monotonic()
+            task.say(f"loss {float(self.losses.nanmean()):.4g}")
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and type of each tensor of a state, but for what was recorded, which grows."""
+    state = {name: tensor for name, tensor in tensors.items() if name.split("/")[0] not in ("at", "recorded")}
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
+
+
+def count_seeds(model: nn.Module) -> int:
+    """Return the length of the leading axis, which all parameters must share."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
+        expected = "a module whose parameters all have the seed as leading axis"
+        raise InputError("model", expected, shapes or "no parameters", "add that axis")
+    seeds = next(iter(shapes.values()))[0]
+    if not seeds:
+        raise InputError("model", "one of at least one seed", shapes, "build it with a seed or more")
+    return seeds
