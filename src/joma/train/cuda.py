@@ -60,7 +60,8 @@ def half_weights(model: nn.Module, updater: Updater, compute: Compute) -> Iterat
         yield
     finally:
         for name, weight in originals.items():
-            setattr(*places[name], weight)
+            module, attribute = places[name]
+            setattr(module, attribute, weight)
 
 
 @contextmanager

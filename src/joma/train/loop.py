@@ -32,6 +32,7 @@ from joma.train.options import Compute, Record, Saving
 from joma.train.state import Loss, Model, Training
 
 OpenTask = Callable[..., AbstractContextManager[Task]]
+NO_PROGRESS: OpenTask = partial(SILENT.task, "training")
 
 
 def fit(
@@ -43,7 +44,7 @@ def fit(
     record: Record | None = None,
     saving: Saving | None = None,
     compute: Compute | None = None,
-    progress: OpenTask = partial(SILENT.task, "training"),
+    progress: OpenTask = NO_PROGRESS,
 ) -> xr.Dataset:
     """Train every seed of `model` for `steps` steps and return what was recorded.
 

@@ -34,7 +34,7 @@ class Optimiser:
         rates: learning rates by parameter name.
         weight_decay: added to the gradient as weight_decay · parameter (sgd, adam), or decoupled from it (adamw).
         clip: largest norm of one seed's gradient, over all its parameters that are not frozen; None for no limit.
-        restart: every so many steps Adam's moments are set to zero and its bias correction starts again; None for never.
+        restart: every so many steps Adam's moments are set to zero and its bias correction starts again; None: never.
         schedules: factors of the learning rate by a pattern of parameter names (as for file names; the first that
             matches counts). Each maps the step, a tensor without axes, to a number or one for each seed. A parameter
             whose factor is 0 is frozen.
@@ -208,7 +208,7 @@ class Updater:
             torch._foreach_mul_(gradients, clipping)  # pyright: ignore[reportPrivateImportUsage]
             clipping = None
         divisor = None if clipping is None else clipping.reciprocal().float()
-        fused: Callable[..., None] = {"adam": torch._fused_adam_, "adamw": torch._fused_adamw_}[self.optimiser.name]
+        fused: Callable[..., None] = getattr(torch, f"_fused_{self.optimiser.name}_")
         fused(
             *(parameters, gradients, means, squares, []),
             [t.float()] * len(parameters),
