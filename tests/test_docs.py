@@ -36,7 +36,7 @@ def test_a_stored_run_comes_to_what_its_page_says(path):
     _, *said = [line for line in section(study).splitlines() if line.startswith("| ")]
     assert said == [row(record) for record in judged]
     assert said == [row(record) for record in stored["claims"]]
-    assert [record["said"] for record in stored["claims"]] == [claim.said for claim in study.claims]
+    assert [record["statement"] for record in stored["claims"]] == [claim.statement for claim in study.claims]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)

@@ -41,7 +41,7 @@ class List:
 
         for study in studies:
             costs = ", ".join(f"{name} {preset.seconds:g} s" for name, preset in study.presets.items())
-            rows = ((claim.said, claim.expected.text, ", ".join(claim.presets)) for claim in study.claims)
+            rows = ((claim.statement, claim.expected.text, ", ".join(claim.presets)) for claim in study.claims)
             title = f"{study.name}: {study.title}\n[not bold]{study.source}; on 2 cores: {costs}[/]"
             show(grid(title, ("claim", "expected", "decided at"), rows))
         return DONE

@@ -135,6 +135,9 @@ def read_claims(path: Path) -> dict[str, Any]:
         raise StorageError(f"{trajectory} is missing; delete {path} to run it again.")
     if checksum(trajectory) != record["trajectory_sha256"]:
         raise StorageError(f"{trajectory} is cut short or altered since its claims were measured; {_again(path)}")
+    for claim in record["claims"]:
+        if "said" in claim:  # the name of the field in runs that version 0.1.0 stored
+            claim["statement"] = claim.pop("said")
     return record
 
 

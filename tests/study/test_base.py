@@ -14,7 +14,7 @@ from joma.arguments import InputError
 from joma.files import Held, StorageError, lock
 from joma.runs import find_runs, read_claims, write_claims, write_trajectory
 from joma.studies import MODULES, execute, judge, load
-from joma.study import Absent, Claim, at_least, at_most, between, near
+from joma.study import Claim, NotInRun, at_least, at_most, between, near
 from toy_study import STUDY, Config
 
 
@@ -53,7 +53,7 @@ def changed(**options):
     ("options", "verdict"),
     [
         ({"expected": at_least(3.0)}, "does not hold"),
-        ({"said": "The line ends where it should."}, "holds"),
+        ({"statement": "The line ends where it should."}, "holds"),
         ({"across": "every"}, "holds"),
         ({"presets": ("quick",)}, "not tested at this preset"),
         ({"seeds": 3}, "not tested at this preset"),
@@ -164,7 +164,7 @@ def test_nan_never_holds_and_stays_valid_json(tmp_path):
 
 def test_what_a_run_has_not_is_not_tested():
     def missing(_):
-        raise Absent
+        raise NotInRun
 
     judged = Claim("x", "x", missing, at_least(0.0)).judge(xr.Dataset({"x": ("seed", [1.0])}), "quick")
     assert (judged["verdict"], judged["measured"]["values"]) == ("not tested at this preset", [None])

@@ -22,7 +22,7 @@ from joma.arguments import InputError, scalar, whole
 from joma.data.text import corpus
 from joma.progress import SILENT, Progress, Task
 from joma.report.figure import band, canvas, evenly_spaced, letters, measured
-from joma.study import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most
 from joma.watch.loading import quiet, transformers
 from joma.watch.probing import ProbeResult, probe
 from joma.watch.recorder import same_random_numbers
@@ -226,7 +226,7 @@ def _saver(config: Config, folder: Path, work: Task) -> Any:
 def over_models(values: xr.DataArray) -> xr.DataArray:
     """The mean over the models that have it, per seed."""
     if not bool(values.notnull().any()):
-        raise Absent("no series is long enough")
+        raise NotInRun("no series is long enough")
     return values.mean("model")
 
 

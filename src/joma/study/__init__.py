@@ -1,15 +1,15 @@
 """What a study is: claims as data, the context of a run, and its execution."""
 
-from joma.study.claim import Absent, Claim, Verdict, above, at_least, at_most, below, between, near, only
+from joma.study.claim import Claim, NotInRun, Verdict, above, at_least, at_most, below, between, near, select
 from joma.study.context import Arms, Context
 from joma.study.execute import Drawing, Outcome, Preset, Study, execute, judge
 
 __all__ = [
-    "Absent",
     "Arms",
     "Claim",
     "Context",
     "Drawing",
+    "NotInRun",
     "Outcome",
     "Preset",
     "Study",
@@ -22,5 +22,5 @@ __all__ = [
     "execute",
     "judge",
     "near",
-    "only",
+    "select",
 ]

@@ -14,19 +14,19 @@ Values = TypeVar("Values", xr.Dataset, xr.DataArray)
 Verdict = Literal["holds", "does not hold", "not tested at this preset"]
 
 
-class Absent(Exception):
+class NotInRun(Exception):
     """A run has not what a claim is about: an arm that was left out, a size that was not trained."""
 
 
-def only(values: Values, **labels: Any) -> Values:
-    """Select by label; `Absent` where the run has no such label.
+def select(values: Values, **labels: Any) -> Values:
+    """Select by label; `NotInRun` where the run has no such label.
 
-    >>> only(xr.DataArray([1.0, 2.0], {"depth": [1, 5]}, ("depth",)), depth=5).item()
+    >>> select(xr.DataArray([1.0, 2.0], {"depth": [1, 5]}, ("depth",)), depth=5).item()
     2.0
     """
     for dim, label in labels.items():
         if label not in values[dim].values:
-            raise Absent(f"{dim} {label}")
+            raise NotInRun(f"{dim} {label}")
     return values.sel(labels, drop=True)
 
 
@@ -102,8 +102,8 @@ class Claim:
 
     Attributes:
         name: a short name, unique within the study.
-        said: the sentence, with its source.
-        measure: from the run's Dataset to one number, or to an array over `seed`; `Absent` where the run has not what
+        statement: the sentence, with its source.
+        measure: from the run's Dataset to one number, or to an array over `seed`; `NotInRun` where the run has not what
             the claim is about, which is then not tested.
         expected: where the number must lie: `at_most`, `at_least`, `between` or `near`.
         across: whether `every` seed must lie there, or the `mean` over seeds.
@@ -112,7 +112,7 @@ class Claim:
     """
 
     name: str
-    said: str
+    statement: str
     measure: Callable[[xr.Dataset], xr.DataArray | float]
     expected: Expected
     across: Literal["every", "mean"] = "every"
@@ -124,7 +124,7 @@ class Claim:
         """The claim as it is stored and listed: all but how it is measured."""
         return {
             "name": self.name,
-            "said": self.said,
+            "statement": self.statement,
             "expected": self.expected.text,
             "across": self.across,
             "presets": list(self.presets),
@@ -136,7 +136,7 @@ class Claim:
         there = preset in self.presets and trajectory.sizes.get("seed", 1) >= self.seeds
         try:
             values = np.atleast_1d(np.asarray(self.measure(trajectory), dtype=np.float64))
-        except Absent:
+        except NotInRun:
             values, there = np.array([np.nan]), False
         if values.ndim != 1:
             raise TypeError(f"claim {self.name!r}: `measure` must return a number or one value a seed")

@@ -129,7 +129,7 @@ def test_bad_config_is_named_before_any_training(change, word, monkeypatch):
 
 def test_the_linear_arm_trains_its_attention_too():
     """So that the claim is about the activation, and says so."""
-    said = {claim.name: claim.said for claim in CLAIMS}
+    said = {claim.name: claim.statement for claim in CLAIMS}
     for layer in (0, 1):
         assert said[f"linear-s{layer}"].startswith("The activation matters")
         assert said[f"uniform-s{layer}"].startswith("Training attention matters")

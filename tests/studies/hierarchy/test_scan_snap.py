@@ -15,7 +15,7 @@ from joma.arguments import InputError
 from joma.data.tokens import sequence_classes
 from joma.studies.hierarchy import scan_snap
 from joma.studies.hierarchy.scan_snap import CLAIMS, STUDY, Config, run
-from joma.study import Absent, Context, Preset, execute
+from joma.study import Context, NotInRun, Preset, execute
 from joma.theory import flows
 
 SMALL = Config(classes=2, distinct=3, common=3, outputs=12, steps=1000, records=50, sweep=(10.0, 100.0))
@@ -208,9 +208,9 @@ def test_the_order_of_the_sweep_does_not_matter():
 
 
 def test_a_phase_without_records_is_not_judged():
-    with pytest.raises(Absent):
+    with pytest.raises(NotInRun):
         scan_snap.mean_exponent(curve(TIMES**2), 0.01, 0.1)
-    with pytest.raises(Absent):
+    with pytest.raises(NotInRun):
         scan_snap.mean_exponent(curve(TIMES**2), 1e4, 1e6)
 
 

@@ -38,7 +38,7 @@ from joma.studies.symmetry.addition import (
     slower_in_one,
     steps_to,
 )
-from joma.study import Absent, Context, execute
+from joma.study import Context, NotInRun, execute
 from joma.train import fit
 
 SMALL = Config(
@@ -219,7 +219,7 @@ def test_steps_to_a_level_are_the_first_or_none():
 def test_progress_is_the_mean_over_steps_not_over_records(trajectory):
     curve = xr.DataArray([[[0.0, 0.0, 1.0]]], dims=("arm", "seed", "step"), coords={"step": [0, 8, 10], "arm": ["x"]})
     assert float(progress(xr.Dataset({"accuracy": curve}), "x")[0]) == pytest.approx(0.1)
-    with pytest.raises(Absent):
+    with pytest.raises(NotInRun):
         final(trajectory, "rotary full")
 
 

@@ -12,7 +12,7 @@ from joma.arguments import InputError
 from joma.studies import load
 from joma.studies.text import bounce_control, language_training
 from joma.studies.text.bounce_control import CLAIMS, STUDY, Config, bound, loss_gap, minima, recovery, run, schedules
-from joma.study import Absent, Context
+from joma.study import Context, NotInRun
 
 SMALL = Config(
     width=8, hidden=8, length=8, batch=4, steps=12, every=3, rate=2e-2, dropout=0.1, depths=(1, 2), glance=40
@@ -108,7 +108,7 @@ def test_measures_see_what_is_put_in(judged):
     free = made.valid_loss.sel(arm="free")
     made.valid_loss.loc[{"arm": "held"}] = free + xr.DataArray([0.1, 0.3], dims="seed")
     np.testing.assert_allclose(loss_gap(made, 2), [0.1, 0.3], rtol=1e-9)
-    with pytest.raises(Absent):
+    with pytest.raises(NotInRun):
         loss_gap(made, 5)
     verdicts = {claim.name: claim.judge(made, "quick")["verdict"] for claim in CLAIMS}
     assert (verdicts["loss-1"], verdicts["loss-2"]) == ("does not hold", "does not hold")  # two seeds, far apart

@@ -20,7 +20,7 @@ from joma.data.combinations import Collapsed, Combinations, CombinationTree, min
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.alignment import latent_alignment, mean_alignment
 from joma.report.figure import MARKERS, band, bars, canvas, letters, marker
-from joma.study import Absent, Arms, Claim, Context, Drawing, Preset, Study, above, between, only
+from joma.study import Arms, Claim, Context, Drawing, NotInRun, Preset, Study, above, between, select
 from joma.train import Compute, Optimiser, Record
 
 PUBLISHED = {0: (0.94, 1.00), 1: (0.55, 0.81)}  # by latent layer s
@@ -208,7 +208,7 @@ def _chance(config: Config, context: Context) -> xr.DataArray:
 
 def at_end(run: xr.Dataset, arm: str, name: str, layer: int) -> xr.DataArray:
     """Alignment of latent layer s with the hidden units of layer s after training, per seed."""
-    return only(run.alignment.isel(step=-1, latent_layer=layer, layer=layer), arm=arm, cell=name)
+    return select(run.alignment.isel(step=-1, latent_layer=layer, layer=layer), arm=arm, cell=name)
 
 
 def gain(run: xr.Dataset, over: str, layer: int) -> xr.DataArray:
@@ -218,7 +218,7 @@ def gain(run: xr.Dataset, over: str, layer: int) -> xr.DataArray:
     """
     end = run.alignment.isel(step=-1, latent_layer=layer, layer=layer, cell=_cells(run, over))
     if not end.sizes["cell"]:
-        raise Absent(over)
+        raise NotInRun(over)
     return (end.sel(arm="trained") - end.sel(arm=over)).mean("cell", skipna=False)
 
 
@@ -332,7 +332,7 @@ STUDY = Study(
         "without learning, and what training and attention add is the difference. Each class has one sequence, so a "
         "minibatch is a vector of counts; leading pads are alike, so they are merged. Both are exact."
     ),
-    version=2,
+    version=3,
     presets={
         "quick": Preset(
             Config(

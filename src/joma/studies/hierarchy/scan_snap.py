@@ -19,7 +19,7 @@ from joma.arguments import InputError, real, whole
 from joma.data.tokens import SequenceClasses, sequence_classes
 from joma.models.block import Block, BlockConfig
 from joma.report.figure import canvas, letters, measured, theory
-from joma.study import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, between, near
+from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most, between, near
 from joma.theory import flows
 from joma.train import Optimiser, Record
 
@@ -282,7 +282,7 @@ def mean_exponent(curve: xr.DataArray, low: float, high: float) -> xr.DataArray:
     """The power of t that joins the first and the last record in [low, high]; two at least must be there."""
     part = curve.sel(step=slice(low, high))
     if part.sizes["step"] < 2:
-        raise Absent(f"records from {low:g} to {high:g}")
+        raise NotInRun(f"records from {low:g} to {high:g}")
     first, last = part.isel(step=0), part.isel(step=-1)
     return np.log(last / first) / np.log(part.step.values[-1] / part.step.values[0])
 

@@ -22,7 +22,7 @@ from joma.probes.slices import own_location, slice_similarity
 from joma.report.figure import band, canvas, letters, measured
 from joma.studies.symmetry import addition_training
 from joma.studies.symmetry.addition_training import BASE, EVERY, FOLDS, REMOVED
-from joma.study import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, near, only
+from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most, near, select
 
 KINDS = ("cka", "correlation")
 SLICES = ("own", "self_similarity", "similarity")
@@ -155,7 +155,7 @@ def final(run: xr.Dataset, name: str) -> xr.DataArray:
 
 def _accuracy(run: xr.Dataset, name: str) -> xr.DataArray:
     """The accuracy of an arm; a seed that was lost knows nothing."""
-    return only(run.accuracy.fillna(0.0), arm=name)
+    return select(run.accuracy.fillna(0.0), arm=name)
 
 
 def beyond(run: xr.Dataset, name: str) -> xr.DataArray:
@@ -182,7 +182,7 @@ def slower_in_one(run: xr.Dataset) -> xr.DataArray:
 def own_share(run: xr.Dataset, name: str, kind: str) -> xr.DataArray:
     """The share of locations that are most similar to themselves, mean over pairs of levels a < b, by step."""
     upper = xr.DataArray(np.triu(np.ones((run.sizes["level"],) * 2, bool), 1), dims=("level", "higher"))
-    return only(run.own, arm=name).sel(kind=kind).where(upper).mean(("level", "higher"))
+    return select(run.own, arm=name).sel(kind=kind).where(upper).mean(("level", "higher"))
 
 
 def removed(run: xr.Dataset) -> list[str]:
@@ -193,7 +193,7 @@ def removed(run: xr.Dataset) -> list[str]:
 def keeps_place(run: xr.Dataset, kind: str) -> xr.DataArray:
     """How much larger that share is at the end with residuals than without in all layers, least over what is removed.
 
-    A seed without any is NaN. `Absent` where no such arm was trained.
+    A seed without any is NaN. `NotInRun` where no such arm was trained.
     """
     names = removed(run) or [f"both {EVERY}"]
     most = xr.concat([own_share(run, name, kind) for name in names], "arm").max("arm", skipna=False)
@@ -202,7 +202,7 @@ def keeps_place(run: xr.Dataset, kind: str) -> xr.DataArray:
 
 def gained(run: xr.Dataset, name: str) -> xr.DataArray:
     """How much better positions are read off the best layer than off the embeddings, at the end."""
-    read = only(run.decodability, arm=name).isel(step=-1)
+    read = select(run.decodability, arm=name).isel(step=-1)
     return read.isel(level=slice(1, None)).max("level", skipna=False) - read.isel(level=0)
 
 
@@ -218,7 +218,7 @@ def four_in_five(values: xr.DataArray) -> float:
 
 def _ceiling(run: xr.Dataset, digits: int) -> xr.DataArray:
     if digits_of(run) != digits:
-        raise Absent(f"{digits} digits")
+        raise NotInRun(f"{digits} digits")
     return run.ceiling
 
 
@@ -349,7 +349,7 @@ CLAIMS = (
         "pilot-learned-soon",
         "Our pilot of one seed, a learned encoding and a causal mask: 99 % by step 1,500 (the first recorded step at "
         "it).",
-        lambda run: only(run.steps_to_99.fillna(np.inf), arm="learned causal"),
+        lambda run: select(run.steps_to_99.fillna(np.inf), arm="learned causal"),
         at_most(1500),
         presets=("paper",),
     ),
@@ -429,7 +429,7 @@ def draw_slices(run: xr.Dataset) -> Figure:
     image = None
     for row, name in zip(axes, arms, strict=True):
         for panel, (kind, step) in zip(row, columns, strict=True):
-            shown = only(run.similarity, arm=name).sel(kind=kind, step=step).mean("seed")
+            shown = select(run.similarity, arm=name).sel(kind=kind, step=step).mean("seed")
             image = panel.imshow(shown, cmap="cividis", vmin=0, vmax=1)
             _mark_places(panel, digits_of(run))
         row[0].set_ylabel(_label(name, "\n"))
@@ -458,7 +458,7 @@ def draw_positions(run: xr.Dataset) -> Figure:
     for panel, name in zip(axes[0], arms, strict=True):
         for level in range(run.sizes["level"]):
             label = "embeddings" if level == 0 else f"layer {level - 1}"
-            band(panel, run.step + 1, only(run.decodability, arm=name).isel(level=level), level, label)
+            band(panel, run.step + 1, select(run.decodability, arm=name).isel(level=level), level, label)
         panel.axhline(float(run.chance), color="grey", linewidth=0.9, label="chance")
         panel.set(xscale="log", xlabel="step + 1", title=_label(name, " "))
     axes[0, 0].set(ylabel="position read off", ylim=(0, 1.03))

@@ -18,7 +18,7 @@ from joma.models.block import ACTIVATIONS
 from joma.report.figure import band, canvas, letters, measured
 from joma.studies.text import language_training
 from joma.studies.text.language_training import LEAST, SURE, bounces, mark_least
-from joma.study import Claim, Context, Drawing, Preset, Study, at_least, only
+from joma.study import Claim, Context, Drawing, Preset, Study, at_least, select
 
 LINEAR = "linear"
 NONLINEAR = ("relu", "gelu", "silu")
@@ -49,8 +49,8 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 
 def of(run: xr.Dataset, name: str, activation: str) -> xr.DataArray:
-    """A measure with one activation, per seed; `Absent` where it was not trained."""
-    return only(run[name], activation=activation)
+    """A measure with one activation, per seed; `NotInRun` where it was not trained."""
+    return select(run[name], activation=activation)
 
 
 def beyond(run: xr.Dataset) -> xr.DataArray:

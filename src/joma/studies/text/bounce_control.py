@@ -22,7 +22,7 @@ from torch import Tensor
 from joma.arguments import InputError, choice, distinct, whole
 from joma.report.figure import COLOURS, band, canvas, letters, marker
 from joma.studies.text import language_training
-from joma.study import Absent, Claim, Context, Drawing, Preset, Study, above, at_most, below, only
+from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, above, at_most, below, select
 from joma.train.optimiser import Schedule
 
 ARMS = {
@@ -118,15 +118,15 @@ def _trained(
 
 def loss_gap(run: xr.Dataset, depth: int, arm: str = "held") -> xr.DataArray:
     """Validation loss at the end, an arm's less the free run's from the same start, per seed."""
-    end = only(run, depth=depth).valid_loss.isel(step=-1)
-    return only(end, arm=arm) - end.sel(arm="free")
+    end = select(run, depth=depth).valid_loss.isel(step=-1)
+    return select(end, arm=arm) - end.sel(arm="free")
 
 
 def gap_bound(run: xr.Dataset, depth: int, arm: str, side: int) -> float:
-    """The bound of an arm's gap; `Absent` where nothing was held, every minimum being at the last step."""
+    """The bound of an arm's gap; `NotInRun` where nothing was held, every minimum being at the last step."""
     gap = loss_gap(run, depth, arm)
-    if bool((_held_from(only(run, depth=depth), depth, arm) >= run.step[-1]).all()):
-        raise Absent
+    if bool((_held_from(select(run, depth=depth), depth, arm) >= run.step[-1]).all()):
+        raise NotInRun
     return bound(gap, side)
 
 
@@ -154,8 +154,8 @@ def recovery(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
 
     For the free run and the arm that was never free that is each layer's minimum in the free run.
     """
-    own = only(run, depth=depth).isel(layer=slice(depth))
-    curve = only(own.entropy, arm=arm).mean("head")
+    own = select(run, depth=depth).isel(layer=slice(depth))
+    curve = select(own.entropy, arm=arm).mean("head")
     then = curve.sel(step=_held_from(own, depth, "steady" if arm == "steady" else "held"))
     return (curve.isel(step=-1) - then).mean("layer")
 
@@ -175,7 +175,7 @@ def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
         Claim(f"bounce-{depth}",
               f"The free run of {layers} falls and bounces back: how often noise alone rises as clearly, 1 unless "
               f"entropy, mean over layers, falls by {language_training.LEAST:.0%} of its start and comes back from there.",
-              lambda run: language_training.chance(only(run.entropy, depth=depth, arm="free")), at_most(0.05), presets=presets),
+              lambda run: language_training.chance(select(run.entropy, depth=depth, arm="free")), at_most(0.05), presets=presets),
         *(Claim(f"{name}-{depth}", f"{said}: {how}, the model {paired}.",
                 lambda run, arm=arm: gap_bound(run, depth, arm, side), expected, presets=presets, seeds=2)
           for arm, (name, how) in held.items()),

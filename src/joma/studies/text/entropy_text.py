@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from joma.arguments import distinct, whole
 from joma.report.figure import COLOURS, LINES, band, canvas, letters
 from joma.studies.text import language_training
-from joma.study import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most, near, only
+from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most, near, select
 
 BEST = {1: 5.356, 2: 5.255, 5: 5.167, 10: 5.109}  # published: least validation loss by layers, mean of 3 seeds
 WIKITEXT2 = {"types": 28_782, "tokens": 2_049_990}  # of the training text, by torchtext's rules
@@ -78,10 +78,10 @@ def _says(run: xr.Dataset, numbers: Mapping[str, int]) -> bool:
 
 
 def _published(run: xr.Dataset, depth: int) -> xr.Dataset:
-    """One depth of a run on WikiText-2; `Absent` on any other text, of which nothing was published."""
+    """One depth of a run on WikiText-2; `NotInRun` on any other text, of which nothing was published."""
     if not on_wikitext(run):
-        raise Absent
-    return only(run, depth=depth)
+        raise NotInRun
+    return select(run, depth=depth)
 
 
 def first_layer(run: xr.Dataset) -> xr.DataArray:
@@ -110,25 +110,25 @@ def distance(run: xr.Dataset, depth: int) -> float:
     """Mean absolute distance of entropy over the whole validation text from the published curves, layer by layer.
 
     Of the mean over seeds from the mean over theirs: a single run of ten layers is further from that, theirs too.
-    `Absent` where not all of that text was read, or not at all steps of the published curves.
+    `NotInRun` where not all of that text was read, or not at all steps of the published curves.
     """
     if not _says(run, {"glance": 0}):
-        raise Absent
+        raise NotInRun
     return _apart(_published(run, depth).entropy, depth)
 
 
 def window_distance(run: xr.Dataset, depth: int) -> float:
-    """The same of the entropy in the window that the authors show; `Absent` where it was not read, or is another."""
+    """The same of the entropy in the window that the authors show; `NotInRun` where it was not read, or is another."""
     own = _published(run, depth)
     if "window_entropy" not in own or not _says(run, LAID_OUT):
-        raise Absent
+        raise NotInRun
     return _apart(own.window_entropy, depth)
 
 
 def _apart(entropy: xr.DataArray, depth: int) -> float:
     theirs = published().entropy.sel(depth=depth, layer=range(depth)).mean("seed")
     if not np.isin(theirs.step, entropy.step).all():
-        raise Absent
+        raise NotInRun
     ours = entropy.sel(step=theirs.step, layer=theirs.layer).mean(("seed", "head"), skipna=False)
     return float(abs(ours - theirs).mean(skipna=False))
 
@@ -136,10 +136,10 @@ def _apart(entropy: xr.DataArray, depth: int) -> float:
 def deeper(run: xr.Dataset) -> xr.DataArray:
     """The largest rise of the least validation loss from one depth to the next, per seed; below 0 if there is none.
 
-    `Absent` where there is one depth only.
+    `NotInRun` where there is one depth only.
     """
     if run.sizes["depth"] < 2:
-        raise Absent
+        raise NotInRun
     best = run.valid_loss.sortby("depth").min("step")
     return (best - best.shift(depth=1)).max("depth")
 
@@ -177,7 +177,7 @@ CLAIMS = (
         "bounce",
         "One layer: entropy falls and bounces back; how often noise on a curve that never rises would look so, 1 "
         f"unless it falls by {language_training.LEAST:.0%} of its start and comes back from there.",
-        lambda run: language_training.chance(only(run, depth=1).entropy.isel(layer=[0])),
+        lambda run: language_training.chance(select(run, depth=1).entropy.isel(layer=[0])),
         at_most(0.01),
     ),
     *(

@@ -13,7 +13,7 @@ from joma.arguments import distinct, positive, whole
 from joma.report.figure import COLOURS, band, canvas, letters, measured
 from joma.studies.text import language_training
 from joma.studies.text.language_training import LEAST, SURE, bounces, mark_least
-from joma.study import Absent, Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most
 
 COLLAPSED = 0.1  # of its start, to which a layer's entropy has fallen if its attention collapsed; ours as well
 LOSS = 0.1  # nats by which a collapsed model is worse; ours
@@ -80,10 +80,10 @@ def cost(run: xr.Dataset) -> xr.DataArray:
 
 
 def at_theirs(run: xr.Dataset, bounce: str = "bounce") -> xr.DataArray:
-    """The bounce at the paper's rate, per seed; `Absent` where it was not trained."""
+    """The bounce at the paper's rate, per seed; `NotInRun` where it was not trained."""
     there = np.isclose(run.rate, THEIRS, rtol=1e-3, atol=0.0)
     if not there.any():
-        raise Absent
+        raise NotInRun
     return run[bounce].isel(rate=int(there.argmax()))
 
 

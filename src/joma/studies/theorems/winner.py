@@ -277,7 +277,7 @@ STUDY = Study(
         "trained as well, to see whether its largest weights end on the most salient tokens, although its gradient is "
         "not constant."
     ),
-    version=2,
+    version=3,
     presets={
         "quick": Preset(Config(), seeds=5, seconds=10),
         "paper": Preset(Config(tokens=20, samples=200, steps=20_000), seeds=20, seconds=60),
