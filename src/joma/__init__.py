@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from joma import data, models, probes, report, studies, theory, train, watch
     from joma.probes.entropy import attention_entropy
-    from joma.probes.rank import stable_rank
     from joma.probes.permutation import permutation_gap
+    from joma.probes.rank import stable_rank
     from joma.runs import open_run
 
 __all__ = [

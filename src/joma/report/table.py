@@ -50,7 +50,8 @@ def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> T
 def claims(title: str, records: Iterable[Mapping[str, Any]]) -> Table:
     """Return the table of stored claims: sentence, expected and measured value, and verdict."""
     rows = (
-        (record["statement"], record["expected"], spread(record["measured"]), MARKS[record["verdict"]]) for record in records
+        (record["statement"], record["expected"], spread(record["measured"]), MARKS[record["verdict"]])
+        for record in records
     )
     return grid(title, ("claim", "expected", "measured", "verdict"), rows)
 
