@@ -1,4 +1,4 @@
-"""Addition against Python's own, its splits and draws against counts, and the ceiling against brute force."""
+"""Addition against Python's integers, its splits and batches against counts, and the ceiling against brute force."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text(first, second, digits, reverse):
 
 
 @given(st.data(), st.integers(1, 18), st.booleans())
-def test_sequences_are_pythons(data, digits, reverse):
+def test_sequences_are_what_python_adds_up(data, digits, reverse):
     numbers = st.integers(0, 10**digits - 1)
     pairs = data.draw(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4))
     tokens = sequences(torch.tensor(pairs), digits=digits, reverse=reverse)
@@ -36,7 +36,7 @@ def test_sequences_are_pythons(data, digits, reverse):
 
 
 @given(st.data(), st.sampled_from(["int8", "uint8", "int16", "uint16", "int32", "int64"]), st.integers(1, 4))
-def test_sums_do_not_overflow_the_pairs_own_type(data, kind, digits):
+def test_sums_do_not_overflow_the_integer_type_of_the_pairs(data, kind, digits):
     numbers = st.integers(0, min(10**digits - 1, np.iinfo(kind).max))
     pairs = data.draw(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4))
     expected = [text(first, second, digits, reverse=False) for first, second in pairs]
@@ -63,7 +63,7 @@ def test_leading_axes_are_kept():
 
 @given(st.integers(0, 999), st.integers(1, 2), st.floats(0.05, 0.95))
 @settings(max_examples=20)
-def test_every_pair_is_on_one_side_together_with_its_twin(seed, digits, share):
+def test_a_pair_and_the_same_pair_in_the_other_order_are_on_one_side(seed, digits, share):
     pairs = split(digits, share=share, generator=torch.Generator().manual_seed(seed))
     train, test = ({tuple(pair) for pair in side.tolist()} for side in (pairs.train, pairs.test))
     count = 10**digits
@@ -74,30 +74,30 @@ def test_every_pair_is_on_one_side_together_with_its_twin(seed, digits, share):
     assert len({(min(pair), max(pair)) for pair in test}) == round(share * count * (count + 1) / 2)
 
 
-def test_a_split_is_the_generators_and_even():
-    one, again, other = (split(2, share=0.3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
-    assert one.train.equal(again.train)
-    assert not one.test.equal(other.test)
+def test_a_split_depends_on_the_generator_and_treats_all_pairs_alike():
+    first, same, other = (split(2, share=0.3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
+    assert first.train.equal(same.train)
+    assert not first.test.equal(other.test)
     code = torch.tensor([10, 1])
     splits = (split(1, share=0.3, generator=torch.Generator().manual_seed(seed)) for seed in range(400))
     counts = torch.stack([torch.bincount(pairs.test @ code, minlength=100) for pairs in splits]).sum(dim=0)
     upper = counts.view(10, 10)[tuple(torch.triu_indices(10, 10))].double().numpy()
     z = (upper - 400 * 0.3) / np.sqrt(400 * 0.3 * 0.7)
     assert np.abs(z).max() < 4.5
-    assert one.to("cpu").train.equal(one.train)
+    assert first.to("cpu").train.equal(first.train)
 
 
 def test_batches_are_a_function_of_seed_and_step():
     pairs = split(2, share=0.1, generator=torch.Generator().manual_seed(0)).train
-    together = draw(pairs, size=50, key=noise.key(torch.tensor([3, 7, 11]), 5))
-    alone = draw(pairs, size=50, key=noise.key(torch.tensor([7]), torch.tensor(5)))
-    assert together.shape == (3, 50, 2)
-    assert together[1].equal(alone[0])
-    later = draw(pairs, size=50, key=noise.key(torch.tensor([7]), 6))
-    assert not later.equal(alone)
+    three_seeds = draw(pairs, size=50, key=noise.key(torch.tensor([3, 7, 11]), 5))
+    one_seed = draw(pairs, size=50, key=noise.key(torch.tensor([7]), torch.tensor(5)))
+    assert three_seeds.shape == (3, 50, 2)
+    assert three_seeds[1].equal(one_seed[0])
+    next_step = draw(pairs, size=50, key=noise.key(torch.tensor([7]), 6))
+    assert not next_step.equal(one_seed)
 
 
-def test_draws_are_even_and_from_the_pairs_alone():
+def test_all_pairs_are_drawn_equally_often_and_independently():
     pairs = torch.tensor([[i, 2 * i] for i in range(37)])
     drawn = torch.cat([draw(pairs, size=1000, key=noise.key(torch.arange(20), step)) for step in range(10)])
     first = drawn[..., 0].flatten()
@@ -107,8 +107,8 @@ def test_draws_are_even_and_from_the_pairs_alone():
     assert stats.chisquare(neighbours.numpy()).pvalue > 1e-6
 
 
-def test_a_million_pairs_are_drawn_more_evenly_than_24_bits_would():
-    """With 24 bits, 0.78 of a million pairs would have 17 of 2²⁴ numbers and the rest 16."""
+def test_a_pair_is_drawn_by_48_random_bits():
+    """With 24 bits, 78% of a million pairs would each have 17 of the 2²⁴ numbers, the others 16."""
     key = noise.key(torch.tensor([1]), 0)
     high, low = ((noise.uniform((5,), key=key, site=site) * 2**24).long() for site in (0, 1))
     expected = [(int(h) * 2**24 + int(rest)) % 1_000_000 for h, rest in zip(high[0], low[0], strict=True)]
@@ -120,31 +120,31 @@ def test_a_million_pairs_are_drawn_more_evenly_than_24_bits_would():
 
 
 def seen_before(tokens, place):
-    """What a permutation-invariant predictor of the token at `place` sees."""
+    """Return what a permutation-invariant predictor of the token at `place` sees."""
     return tokens[place - 1], tuple(sorted(Counter(tokens[: place - 1]).items()))
 
 
 def score(table, texts, digits):
-    """Share of texts whose every digit of the sum the table gives, one digit at a time and free running."""
+    """Return the share of texts whose sum the table predicts, each digit from the digits predicted before it."""
     right = 0
-    for whole in texts:
-        written = whole[: 2 * digits + 2]
-        while len(written) < len(whole):
+    for sequence in texts:
+        written = sequence[: 2 * digits + 2]
+        while len(written) < len(sequence):
             written += table.get(seen_before(written + "?", len(written)), "?")
-        right += written == whole
+        right += written == sequence
     return right / len(texts)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("digits", [1, 2])
-def test_greedy_is_free_running_with_the_likeliest_digit(digits, reverse):
+def test_greedy_predicts_the_likeliest_digit_from_its_own_digits(digits, reverse):
     count = 10**digits
     texts = [text(a, b, digits, reverse) for a, b in itertools.product(range(count), repeat=2)]
     votes: dict = {}
-    for whole in texts:
-        for place in range(2 * digits + 2, len(whole)):
-            votes.setdefault(seen_before(whole, place), Counter())[whole[place]] += 1
-    table = {seen: min(found, key=lambda digit, found=found: (-found[digit], digit)) for seen, found in votes.items()}
+    for sequence in texts:
+        for place in range(2 * digits + 2, len(sequence)):
+            votes.setdefault(seen_before(sequence, place), Counter())[sequence[place]] += 1
+    table = {seen: min(counts, key=lambda digit: (-counts[digit], digit)) for seen, counts in votes.items()}
     assert ceiling(digits, reverse=reverse).greedy == score(table, texts, digits)
 
 
@@ -153,10 +153,10 @@ def test_two_digits_reach_the_bound_of_one_sum_for_each_multiset(reverse):
     sums: dict = {}
     for a, b in itertools.product(range(100), repeat=2):
         sums.setdefault(tuple(sorted(f"{a:02d}{b:02d}")), Counter())[a + b] += 1
-    bound = sum(max(found.values()) for found in sums.values()) / 10_000
-    found = ceiling(2, reverse=reverse)
-    assert found.bound == bound == 0.285
-    assert found.exact == bound  # and so no order of reasoning, digit by digit or not, does better
+    bound = sum(max(counts.values()) for counts in sums.values()) / 10_000
+    result = ceiling(2, reverse=reverse)
+    assert result.bound == bound == 0.285
+    assert result.exact == bound  # so writing the sum digit by digit costs nothing
 
 
 def test_one_digit_needs_no_order():
@@ -166,70 +166,69 @@ def test_one_digit_needs_no_order():
 @given(st.integers(0, 2**32))
 @settings(max_examples=60)
 def test_the_integer_programme_finds_the_best_choice(seed):
-    """Against all choices of one sum for each of a few owners, with few values so that they often collide."""
+    """Compare with all choices of at most one node of each group; few values are used, so that nodes often collide."""
     rng = np.random.default_rng(seed)
-    owners, options = rng.integers(1, 5), 3
-    owner = np.repeat(np.arange(owners), options)
-    weight = rng.integers(1, 6, owners * options)
-    figures = rng.integers(0, 2, (owners * options, 4))
-    seen = rng.integers(0, 3, (owners * options, 4))
+    groups, options = rng.integers(1, 5), 3
+    group = np.repeat(np.arange(groups), options)
+    weight = rng.integers(1, 6, groups * options)
+    digits = rng.integers(0, 2, (groups * options, 4))
+    seen = rng.integers(0, 3, (groups * options, 4))
     best = 0
-    for choice in itertools.product(range(options + 1), repeat=owners):
-        nodes = [options * own + which for own, which in enumerate(choice) if which < options]
+    for choice in itertools.product(range(options + 1), repeat=groups):
+        nodes = [options * number + option for number, option in enumerate(choice) if option < options]
         agreed: dict = {}
-        fits = all(
-            agreed.setdefault((t, seen[node, t]), figures[node, t]) == figures[node, t]
-            for node in nodes
-            for t in (2, 3)
+        consistent = all(
+            agreed.setdefault((t, seen[node, t]), digits[node, t]) == digits[node, t] for node in nodes for t in (2, 3)
         )
-        best = max(best, weight[nodes].sum() if fits and nodes else 0)
-    assert addition._heaviest_choice(weight, owner, seen, figures) == best
+        best = max(best, weight[nodes].sum() if consistent and nodes else 0)
+    assert addition._heaviest_choice(weight, group, seen, digits) == best
 
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=60)
-def test_sums_that_are_too_unlikely_need_not_be_looked_at(seed):
-    """The two rounds of the search against all choices of any sum for each multiset, on made-up sums."""
+def test_the_search_among_the_likelier_sums_finds_the_best_of_all(seed):
+    """Compare both rounds of the search with all choices of any sum for each multiset, on random sums."""
     rng = np.random.default_rng(seed)
     weight = np.int64(9) ** np.arange(len(CHARACTERS))
     multiset = weight[np.sort(rng.integers(0, 2, (40, 3)), axis=1)].sum(axis=1)
-    sums = rng.integers(0, 2, (40, 4)) * [1, 1, 0, 1]  # the third digit alike, so that the last often collides
-    times = Counter(zip(multiset.tolist(), map(tuple, sums.tolist()), strict=True))
-    choices = [[None, *(s for m, s in times if m == own)] for own in sorted(set(multiset.tolist()))]
+    sums = rng.integers(0, 2, (40, 4)) * [1, 1, 0, 1]  # the third digit is always 0, so that the last often collides
+    counts = Counter(zip(multiset.tolist(), map(tuple, sums.tolist()), strict=True))
+    multisets = sorted(set(multiset.tolist()))
+    choices = [[None, *(s for m, s in counts if m == number)] for number in multisets]
     best = 0
     for choice in itertools.product(*choices):
-        chosen = [(m, s) for m, s in zip(sorted(set(multiset.tolist())), choice, strict=True) if s is not None]
+        chosen = [(m, s) for m, s in zip(multisets, choice, strict=True) if s is not None]
         agreed: dict = {}
-        fits = all(
+        consistent = all(
             agreed.setdefault((t, m + weight[list(s[: t - 1])].sum(), s[t - 1]), s[t]) == s[t]
             for m, s in chosen
             for t in (2, 3)
         )
-        best = max(best, sum(times[node] for node in chosen) if fits else 0)
-    bound = sum(max(n for (m, _), n in times.items() if m == own) for own in set(multiset.tolist()))
+        best = max(best, sum(counts[node] for node in chosen) if consistent else 0)
+    bound = sum(max(count for (m, _), count in counts.items() if m == number) for number in multisets)
     assert addition._most_right(multiset, sums, weight) == (bound, best)
 
 
 def test_what_is_seen_is_the_last_token_and_the_multiset_of_the_earlier():
-    """Rows see the same at a place if and only if the definition says so."""
+    """Two rows have the same number at a place if and only if they see the same by the definition."""
     rng = np.random.default_rng(0)
     pairs = torch.from_numpy(rng.integers(0, 100, (300, 2)))
     tokens = sequences(pairs, digits=2).numpy()
     weight = np.int64(6) ** np.arange(len(CHARACTERS))
     multiset = weight[tokens[:, :2]].sum(axis=1) + weight[tokens[:, 3:5]].sum(axis=1)
-    ours = addition._seen(multiset, tokens[:, 6:], weight)
+    numbers = addition._seen(multiset, tokens[:, 6:], weight)
     texts = decode(torch.from_numpy(tokens))
     for place in range(3):
-        theirs = [seen_before(whole, 6 + place) for whole in texts]
-        together = set(zip(ours[:, place].tolist(), theirs, strict=True))
-        assert len(together) == len(set(theirs)) == len(set(ours[:, place].tolist()))
+        number = numbers[:, place].tolist()
+        defined = [seen_before(sequence, 6 + place) for sequence in texts]
+        assert len(set(zip(number, defined, strict=True))) == len(set(defined)) == len(set(number))
 
 
 @pytest.mark.parametrize(("reverse", "exact", "greedy"), [(False, 0.053188, 0.045661), (True, 0.053176, 0.040426)])
 def test_three_digits_stay_just_below_the_bound(reverse, exact, greedy):
-    """As documented; the bound is attained but for a few of a million pairs whose prefixes collide."""
-    found = ceiling(3, reverse=reverse)
-    assert (found.bound, found.exact, found.greedy) == (0.053192, exact, greedy)
+    """The numbers of the docstring: the prefixes of a few pairs in a million collide."""
+    result = ceiling(3, reverse=reverse)
+    assert (result.bound, result.exact, result.greedy) == (0.053192, exact, greedy)
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,12 @@ def test_one_text_is_cut_by_lines(contents, ends):
         patch.setattr(sources, "CHUNK", 5)
         for number, raw in enumerate(raws):
             (folder / f"{number}.txt").write_bytes(raw)
-        found = find(folder, cache=folder, progress=SILENT)
-        read = {split: [part.raw for part in chunks(found.pieces[split])] for split in SPLITS}
+        source = find(folder, cache=folder, progress=SILENT)
+        read = {split: [chunk.raw for chunk in chunks(source.pieces[split])] for split in SPLITS}
     bounds = [0, math.ceil(len(lines) * 8 / 10), math.ceil(len(lines) * 9 / 10), len(lines)]
     for split, first, last in zip(SPLITS, bounds, bounds[1:], strict=False):
         assert b"".join(read[split]) == b"".join(lines[first:last])
-    assert found.size == sum(map(len, raws))
+    assert source.size == sum(map(len, raws))
 
 
 @settings(max_examples=60)
@@ -77,25 +77,25 @@ def test_one_text_is_cut_by_lines(contents, ends):
 )  # fmt: skip
 @example(contents=["x" * 30 + "<br />ab\t"])
 @example(contents=["one two three four five six seven eight nine ten\t"])
-def test_a_text_without_lines_is_cut_by_bytes_where_no_token_is(contents):
+def test_a_text_without_lines_is_cut_by_bytes_between_tokens(contents):
     raws = [content.encode() for content in contents]
     sizes = [len(raw) for raw in raws]
     with scratch() as folder:
         for number, raw in enumerate(raws):
             (folder / f"{number}.txt").write_bytes(raw)
-        found = find(folder, cache=folder, progress=SILENT)
-        read = {split: b"".join(part.raw for part in chunks(found.pieces[split])) for split in SPLITS}
-        parts = {split: [part.text for part in chunks(found.pieces[split])] for split in SPLITS}
-    assert b"".join(read.values()) == b"".join(raws)  # nothing lost, nothing twice, no character cut
+        source = find(folder, cache=folder, progress=SILENT)
+        read = {split: b"".join(chunk.raw for chunk in chunks(source.pieces[split])) for split in SPLITS}
+        parts = {split: [chunk.text for chunk in chunks(source.pieces[split])] for split in SPLITS}
+    assert b"".join(read.values()) == b"".join(raws)  # every byte once
     assert len(read["train"]) >= 0.8 * sum(sizes)
     assert len(read["train"] + read["valid"]) >= 0.9 * sum(sizes)
-    found_tokens = [token for split in SPLITS for part in parts[split] for token in words(part)]
-    assert found_tokens == [token for content in contents for token in words(content)]
+    read_tokens = [token for split in SPLITS for part in parts[split] for token in words(part)]
+    assert read_tokens == [token for content in contents for token in words(content)]
 
 
 @pytest.mark.parametrize("tokeniser", text.TOKENISERS)
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n", " ", ""])
-def test_every_text_has_something_to_validate_on(tmp_path, tokeniser, end):
+def test_every_text_has_a_validation_split(tmp_path, tokeniser, end):
     (tmp_path / "a.txt").write_bytes(end.join(f"w{number:03d}" for number in range(200)).encode())
     drawn = corpus(tmp_path / "a.txt", tokeniser=tokeniser)
     counts = [len(getattr(drawn, split)) for split in SPLITS]
@@ -105,22 +105,22 @@ def test_every_text_has_something_to_validate_on(tmp_path, tokeniser, end):
 
 
 @pytest.mark.parametrize("lines", [1, 20])
-def test_a_byte_order_mark_is_no_text(tmp_path, lines):
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path, lines):
     content = "one two three four five six seven eight nine ten\n" * lines
     for name, mark in (("plain", ""), ("marked", "\ufeff")):
         (tmp_path / name).mkdir()
-        folder_of(tmp_path / name, whole=mark + content)
+        folder_of(tmp_path / name, all=mark + content)
         (tmp_path / f"{name}-split").mkdir()
         folder_of(tmp_path / f"{name}-split", train=mark + content, valid=mark + "one")
     for suffix in ("", "-split"):
         plain, marked = (corpus(tmp_path / f"{name}{suffix}") for name in ("plain", "marked"))
         assert marked.types == plain.types
-        joined = [np.concatenate([own.train, own.valid, own.test]).tolist() for own in (plain, marked)]
+        joined = [np.concatenate([text.train, text.valid, text.test]).tolist() for text in (plain, marked)]
         assert joined[0] == joined[1]
 
 
 @pytest.mark.parametrize("bad", [None, 5, True, 0.5, b"python-reference", ["a.txt"]])
-def test_what_is_no_name_is_refused(bad):
+def test_a_source_that_is_no_name_or_path_is_refused(bad):
     with pytest.raises(InputError, match="`corpus` must be 'python-reference', a file"):
         corpus(bad)
 
@@ -145,21 +145,21 @@ def test_the_names_of_splits(tmp_path, names):
     assert [getattr(drawn, split).tolist() for split in SPLITS] == [[2, 1], [0, 1], [0, 1]]
 
 
-def test_the_embedded_corpus_says_nothing_twice():
+def test_no_paragraph_of_the_embedded_corpus_occurs_twice():
     from pydoc_data.topics import topics
 
     drawn = corpus()
     paragraphs = {part.strip() for topic in topics.values() for part in re.split(r"\n\s*\n", topic)}
-    said = Counter(token for paragraph in paragraphs for token in reference(paragraph))
-    unknown = said.total() - sum(said[token] for token in drawn.types)
+    expected = Counter(token for paragraph in paragraphs for token in reference(paragraph))
+    unknown = expected.total() - sum(expected[token] for token in drawn.types)
     counts = np.bincount(np.concatenate([drawn.train, drawn.valid]), minlength=len(drawn.types))
-    assert counts.tolist() == [unknown, *(said[token] for token in drawn.types[1:])]
-    assert 0.08 < len(drawn.valid) / said.total() < 0.12
+    assert counts.tolist() == [unknown, *(expected[token] for token in drawn.types[1:])]
+    assert 0.08 < len(drawn.valid) / expected.total() < 0.12
     assert len(drawn.test) == 0
     assert drawn.name == "python-reference"
 
 
-def test_the_embedded_corpus_validates_on_every_topics_end(tmp_path, monkeypatch):
+def test_the_last_lines_of_every_topic_of_the_embedded_corpus_are_for_validation(tmp_path, monkeypatch):
     topics = {"b": "".join(f"b{line}\n" for line in range(25)), "a": "same\n\na0\n", "c": "same\n\nc0\n\nc0"}
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", SimpleNamespace(topics=topics))
     drawn = corpus(cache=tmp_path)
@@ -199,7 +199,7 @@ def test_missing_paths(path):
         corpus(path)
 
 
-def test_words_without_end_are_refused(monkeypatch):
+def test_words_that_are_too_long_are_refused(monkeypatch):
     monkeypatch.setattr(sources, "MAX_WORD", 100)
     with pytest.raises(InputError, match="no white space after byte 2"):
         list(chunks([Piece(b"a " + b"x" * 200, 0, 202)], size=10))
@@ -229,14 +229,14 @@ class Stream(list):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A module that stands for `datasets`; `found` is what it returns or raises."""
+    """Replace the module `datasets`: `load_dataset` returns or raises `hub.answer` and lists its `hub.calls`."""
     module, calls = ModuleType("datasets"), []
 
     def load_dataset(name, config, *, streaming):
         calls.append((name, config, streaming))
-        if isinstance(module.found, Exception):
-            raise module.found
-        return module.found
+        if isinstance(module.answer, Exception):
+            raise module.answer
+        return module.answer
 
     module.load_dataset, module.calls = load_dataset, calls
     monkeypatch.setitem(sys.modules, "datasets", module)
@@ -247,44 +247,44 @@ def rows(*lines):
     return Stream({"text": line} for line in lines)
 
 
-def test_a_dataset_is_fetched_once(hub):
-    hub.found = {"train": rows(" = A = \n", "", "b c\n"), "validation": rows("b"), "test": rows("c")}
+def test_a_dataset_is_downloaded_once(hub):
+    hub.answer = {"train": rows(" = A = \n", "", "b c\n"), "validation": rows("b"), "test": rows("c")}
     drawn = corpus("org/wiki:raw-v1")
     assert tokens(drawn.train, drawn.types) == ["=", "a", "=", "b", "c"]
     assert tokens(drawn.valid, drawn.types) == ["b"]
     assert drawn.name == "org/wiki:raw-v1"
-    hub.found = ConnectionError("away")
+    hub.answer = ConnectionError("away")
     assert corpus("org/wiki:raw-v1").digest == drawn.digest
     assert hub.calls == [("org/wiki", "raw-v1", True)]
 
 
-@pytest.mark.parametrize("lost", ["train.txt", "valid.txt", "dataset.json"])
-def test_a_dataset_of_which_a_file_is_lost_is_fetched_again(hub, cache, lost):
-    hub.found = {"train": rows("a b"), "validation": rows("b")}
+@pytest.mark.parametrize("missing", ["train.txt", "valid.txt", "dataset.json"])
+def test_a_dataset_with_a_missing_file_is_downloaded_again(hub, cache, missing):
+    hub.answer = {"train": rows("a b"), "validation": rows("b")}
     first = corpus("org/wiki:x")
-    (file,) = (cache / "datasets").rglob(lost)
+    (file,) = (cache / "datasets").rglob(missing)
     file.unlink()
     assert corpus("org/wiki:x").digest == first.digest
     assert len(hub.calls) == 2
-    if lost == "dataset.json":
+    if missing == "dataset.json":
         file.write_text("[]")
         assert corpus("org/wiki:x").digest == first.digest
     else:
         file.unlink()
-        hub.found = ConnectionError("away")
+        hub.answer = ConnectionError("away")
         with pytest.raises(InputError, match=r"away.*check the name"):
             corpus("org/wiki:x")
 
 
-def test_wikitext_is_asked_for_by_its_owner(hub):
-    hub.found = {"train": rows("a b"), "validation": rows("b")}
+def test_wikitext_is_requested_with_its_owner(hub):
+    hub.answer = {"train": rows("a b"), "validation": rows("b")}
     corpus("wikitext:wikitext-2-v1")
     corpus("Salesforce/wikitext:wikitext-2-v1")
     assert hub.calls == [("Salesforce/wikitext", "wikitext-2-v1", True)] * 2
 
 
 def test_a_dataset_with_one_split_is_cut(hub):
-    hub.found = {"train": rows(*(f"w{number}" for number in range(20)))}
+    hub.answer = {"train": rows(*(f"w{number}" for number in range(20)))}
     drawn = corpus("wiki:")
     assert [len(getattr(drawn, split)) for split in SPLITS] == [16, 2, 2]
     assert hub.calls == [("wiki", None, True)]
@@ -296,7 +296,7 @@ class Breaking(Stream):
         raise ConnectionError("lost on the way")
 
 
-UNREACHED = {
+UNAVAILABLE = {
     "network": (ConnectionError("Couldn't reach\n'wiki' on the Hub"), r"Couldn't reach 'wiki' on the Hub"),
     "unknown": (FileNotFoundError("Dataset 'wiki' doesn't exist on the Hub"), "doesn't exist"),
     "config": (ValueError("BuilderConfig 'x' not found"), "BuilderConfig 'x' not found"),
@@ -309,9 +309,9 @@ UNREACHED = {
 }
 
 
-@pytest.mark.parametrize("problem", UNREACHED)
-def test_datasets_that_do_not_come(hub, cache, problem):
-    hub.found, message = UNREACHED[problem]
+@pytest.mark.parametrize("problem", UNAVAILABLE)
+def test_datasets_that_cannot_be_downloaded(hub, cache, problem):
+    hub.answer, message = UNAVAILABLE[problem]
     with pytest.raises(InputError, match=message) as caught:
         corpus("wiki:x")
     assert "\n" not in str(caught.value)

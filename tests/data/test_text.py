@@ -28,14 +28,14 @@ from joma.progress import Progress, Task
 @given(texts)
 @example('<br" />')
 @example("ΑΣ\nΑ")
-def test_words_are_torchtexts(content):
+def test_words_are_those_of_torchtext(content):
     assert words(content) == reference(content)
 
 
 @settings(max_examples=60)
 @given(train=texts, valid=texts, size=st.integers(1, 60))
 @example(train="a <unk> b <unk> <unk>", valid="<unk> b c", size=60)
-def test_a_corpus_is_torchtexts_vocabulary_over_its_tokens(train, valid, size):
+def test_vocabulary_and_tokens_are_those_of_torchtext(train, valid, size):
     with scratch() as folder, pytest.MonkeyPatch().context() as patch:
         patch.setattr(text, "chunks", partial(chunks, size=size))
         patch.setattr(text, "BLOCK", 3)
@@ -50,7 +50,7 @@ def test_a_corpus_is_torchtexts_vocabulary_over_its_tokens(train, valid, size):
         assert drawn.frequencies().tolist() == [Counter(expected)[token] for token in types]
 
 
-def test_bytes_are_themselves(tmp_path):
+def test_byte_tokens_are_the_bytes_of_the_text(tmp_path):
     content = "Ünï\tcode \r\n\n漢字"
     drawn = corpus(folder_of(tmp_path, train=content, valid="<br />"), tokeniser="bytes")
     assert bytes(drawn.train.tolist()) == content.encode()
@@ -68,16 +68,16 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
 
 
 @given(length=st.integers(0, 60), count=st.integers(1, 20), least=st.integers(1, 4))
-def test_columns_are_batchify(length, count, least):
+def test_columns_are_the_transpose_of_batchify(length, count, least):
     stream = np.arange(length, dtype=np.uint16)
-    made = text.Corpus(stream, stream, stream, ("<unk>",), "made", "0")
+    numbers = text.Corpus(stream, stream, stream, ("<unk>",), "numbers", "0")
     if length // count < least:
         with pytest.raises(InputError, match=rf"at least {count * least} tokens.*got {length} in the valid split"):
-            made.columns("valid", count, least=least)
+            numbers.columns("valid", count, least=least)
         return
     batches = length // count
     expected = torch.arange(length).narrow(0, 0, batches * count).view(count, -1).t()
-    columns = made.columns("valid", count, least=least)
+    columns = numbers.columns("valid", count, least=least)
     assert torch.equal(columns.t(), expected)
     assert columns.dtype == torch.int64
 
@@ -115,34 +115,34 @@ def of_version(path, version):
 
 
 DAMAGE = {
-    "version": lambda kept: of_version(kept / "corpus.json", text.VERSION + 1),
-    "list": lambda kept: (kept / "corpus.json").write_text("[]"),
-    "empty": lambda kept: (kept / "corpus.json").write_text("{}"),
-    "no json": lambda kept: (kept / "corpus.json").write_text("{"),
-    "no about": lambda kept: (kept / "corpus.json").unlink(),
-    "short": lambda kept: cut_short(kept / "train.bin"),
-    "flipped": lambda kept: flip(kept / "valid.bin"),
-    "missing": lambda kept: (kept / "test.bin").unlink(),
-    "types": lambda kept: (kept / "types.json").write_text('["<unk>"]'),
+    "version": lambda folder: of_version(folder / "corpus.json", text.VERSION + 1),
+    "list": lambda folder: (folder / "corpus.json").write_text("[]"),
+    "empty": lambda folder: (folder / "corpus.json").write_text("{}"),
+    "no json": lambda folder: (folder / "corpus.json").write_text("{"),
+    "no about": lambda folder: (folder / "corpus.json").unlink(),
+    "short": lambda folder: cut_short(folder / "train.bin"),
+    "flipped": lambda folder: flip(folder / "valid.bin"),
+    "missing": lambda folder: (folder / "test.bin").unlink(),
+    "types": lambda folder: (folder / "types.json").write_text('["<unk>"]'),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_cache_is_built_again(tmp_path, cache, damage):
     (tmp_path / "text").mkdir()
-    folder = folder_of(tmp_path / "text", train="a b a", valid="b c", test="a")
-    first = corpus(folder)
+    source = folder_of(tmp_path / "text", train="a b a", valid="b c", test="a")
+    first = corpus(source)
     content = {split: getattr(first, split).tolist() for split in SPLITS}
-    (kept,) = (cache / "text" / f"v{text.VERSION}").iterdir()
-    files = {path.name: path.read_bytes() for path in kept.iterdir()}
-    DAMAGE[damage](kept)
-    again = corpus(folder)
+    (folder,) = (cache / "text" / f"v{text.VERSION}").iterdir()
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    DAMAGE[damage](folder)
+    again = corpus(source)
     assert {split: getattr(again, split).tolist() for split in SPLITS} == content
     assert again.types == first.types
-    assert {path.name: path.read_bytes() for path in kept.iterdir()} == files  # and no temporary file besides
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files  # and no temporary file is left
 
 
-def test_versions_of_the_cache_live_side_by_side(tmp_path, cache, monkeypatch):
+def test_versions_of_the_cache_have_different_folders(tmp_path, cache, monkeypatch):
     folder = folder_of(tmp_path, train="a b a", valid="b")
     first = corpus(folder)
     monkeypatch.setattr(text, "VERSION", text.VERSION + 1)
@@ -150,11 +150,11 @@ def test_versions_of_the_cache_live_side_by_side(tmp_path, cache, monkeypatch):
     assert len(list((cache / "text").iterdir())) == 2
 
 
-def test_many_at_once_agree(tmp_path):
+def test_the_same_text_can_be_tokenised_many_times_at_once(tmp_path):
     folder = folder_of(tmp_path, train="a b c " * 50_000, valid="b d")
     with ThreadPoolExecutor(8) as pool:
         drawn = list(pool.map(lambda _: corpus(folder), range(8)))
-    assert all(one.train.tolist() == [1, 2, 3] * 50_000 and one.valid.tolist() == [2, 0] for one in drawn)
+    assert all(text.train.tolist() == [1, 2, 3] * 50_000 and text.valid.tolist() == [2, 0] for text in drawn)
 
 
 def test_progress_counts_every_byte(tmp_path, monkeypatch):
@@ -202,7 +202,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif("JOMA_WIKITEXT" not in os.environ, reason="JOMA_WIKITEXT names no folder with WikiText-2")
-def test_wikitext_2_is_torchtexts():
+def test_wikitext_2_has_the_tokens_of_torchtext():
     folder = Path(os.environ["JOMA_WIKITEXT"])
     drawn = corpus(folder)
     assert [len(getattr(drawn, split)) for split in SPLITS] == [2_049_990, 214_417, 241_859]

@@ -1,4 +1,4 @@
-"""Token data against its definition, class by class, and drawn contexts against their law."""
+"""Frequencies of tokens against their definition, class by class, and contexts against their distribution."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sizes = st.tuples(st.integers(1, 7), st.integers(1, 6), st.integers(1, 6))
 
 
 @given(size=sizes, seed=st.integers(0, 2**31))
-def test_gaussian_classes_are_the_papers(size, seed):
+def test_gaussian_classes_are_those_of_the_paper(size, seed):
     classes, distinct, common = size
     x = token_classes("gaussian", classes=classes, distinct=distinct, common=common, generators=streams(seed))
     weight = torch.rand(distinct + common, classes, generator=streams(seed)[0], dtype=torch.float64).numpy() / 2
@@ -36,15 +36,15 @@ def test_gaussian_classes_are_the_papers(size, seed):
 
 
 @given(size=sizes, kind=st.sampled_from(sorted(KINDS)), seeds=st.lists(st.integers(0, 999), min_size=1, max_size=4))
-def test_a_seeds_classes_are_distributions_of_its_own(size, kind, seeds):
+def test_classes_are_distributions_that_do_not_depend_on_the_other_seeds(size, kind, seeds):
     options = dict(zip(("classes", "distinct", "common"), size, strict=True))
-    together = token_classes(kind, generators=streams(*seeds), **options).frequency
-    assert together.shape == (len(seeds), size[0], size[1] + size[2])
+    all_seeds = token_classes(kind, generators=streams(*seeds), **options).frequency
+    assert all_seeds.shape == (len(seeds), size[0], size[1] + size[2])
     torch.testing.assert_close(
-        together.sum(-1), torch.ones(len(seeds), size[0], dtype=torch.float64), rtol=0, atol=1e-14
+        all_seeds.sum(-1), torch.ones(len(seeds), size[0], dtype=torch.float64), rtol=0, atol=1e-14
     )
     for position, seed in enumerate(seeds):
-        assert torch.equal(together[position], token_classes(kind, generators=streams(seed), **options).frequency[0])
+        assert torch.equal(all_seeds[position], token_classes(kind, generators=streams(seed), **options).frequency[0])
 
 
 @given(seed=st.integers(0, 2**31))
@@ -127,20 +127,20 @@ sequence_sizes = st.fixed_dictionaries(
 
 
 @given(size=sequence_sizes, share=st.floats(0, 1), variation=st.floats(0, 1), seed=st.integers(0, 2**31))
-def test_sequence_classes_share_their_common_tokens_alone(size, share, variation, seed):
+def test_sequence_classes_share_only_their_common_tokens(size, share, variation, seed):
     data = sequence_classes(generators=streams(seed), share=share, variation=variation, **size)
-    x, labels, own = data.frequency[0].numpy(), size["queries"] * size["classes"], size["distinct"]
-    assert x.shape == data.distinct.shape == (labels, labels * own + size["common"])
+    x, labels, distinct = data.frequency[0].numpy(), size["queries"] * size["classes"], size["distinct"]
+    assert x.shape == data.distinct.shape == (labels, labels * distinct + size["common"])
     assert data.query.tolist() == [label // size["classes"] for label in range(labels)]
     for label in range(labels):
-        place = slice(label * own, (label + 1) * own)
-        assert data.distinct[label].nonzero().flatten().tolist() == list(range(*place.indices(x.shape[1])))
-        np.testing.assert_allclose(x[label, place].sum(), 1 - share, atol=1e-14)
-        np.testing.assert_allclose(x[label, labels * own :].sum(), share, atol=1e-14)
+        tokens = list(range(label * distinct, (label + 1) * distinct))
+        assert data.distinct[label].nonzero().flatten().tolist() == tokens
+        np.testing.assert_allclose(x[label, tokens].sum(), 1 - share, atol=1e-14)
+        np.testing.assert_allclose(x[label, labels * distinct :].sum(), share, atol=1e-14)
         np.testing.assert_allclose(x[label].sum(), 1, atol=1e-14)
 
 
-def test_common_tokens_that_do_not_vary_are_alike_in_every_class():
+def test_without_variation_common_tokens_have_one_frequency_in_all_classes():
     common = sequence_classes(generators=streams(1), variation=0.0).frequency[0, :, -5:]
     torch.testing.assert_close(common, common[:1].expand_as(common), rtol=1e-14, atol=0)
     varied = sequence_classes(generators=streams(1), variation=1.0).frequency[0, :, -5:]
@@ -148,10 +148,10 @@ def test_common_tokens_that_do_not_vary_are_alike_in_every_class():
 
 
 @given(seeds=st.lists(st.integers(0, 999), min_size=1, max_size=4))
-def test_a_seeds_sequence_classes_are_its_own(seeds):
-    together = sequence_classes(generators=streams(*seeds)).frequency
-    for own, seed in zip(together, seeds, strict=True):
-        assert torch.equal(own, sequence_classes(generators=streams(seed)).frequency[0])
+def test_sequence_classes_do_not_depend_on_the_other_seeds(seeds):
+    all_seeds = sequence_classes(generators=streams(*seeds)).frequency
+    for frequency, seed in zip(all_seeds, seeds, strict=True):
+        assert torch.equal(frequency, sequence_classes(generators=streams(seed)).frequency[0])
 
 
 @pytest.mark.parametrize(

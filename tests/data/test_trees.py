@@ -1,4 +1,4 @@
-"""The sampler against exact probabilities: of its description, and of the enumeration of Theorem 5's trees."""
+"""Samples of a tree against exact probabilities: those of its description and of the enumeration of Theorem 5."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def standard_errors(hits: np.ndarray, trials: np.ndarray, chance: np.ndarray) -> np.ndarray:
-    """How far each frequency is from its probability; trials of probability 0 or 1 must come out exactly."""
-    certain = (chance == 0) | (chance == 1)
-    assert (hits[certain] == (trials * chance)[certain]).all()
-    spread = np.sqrt(np.where(certain, 1.0, trials * chance * (1 - chance)))
-    return np.abs(np.where(certain, 0.0, hits - trials * chance)) / spread
+def standard_errors(hits: np.ndarray, trials: np.ndarray, probability: np.ndarray) -> np.ndarray:
+    """Return how far each number of hits is from its expectation; with probability 0 or 1 it must be exact."""
+    certain = (probability == 0) | (probability == 1)
+    expectation = trials * probability
+    assert (hits[certain] == expectation[certain]).all()
+    deviation = np.sqrt(np.where(certain, 1.0, expectation * (1 - probability)))
+    return np.abs(np.where(certain, 0.0, hits - expectation)) / deviation
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -44,18 +45,18 @@ def test_frequencies_are_within_four_standard_errors_of_the_enumeration(name):
     assert standard_errors(both[pairs], np.tile(once, (tree.tokens, 1))[pairs], oracle[pairs]).max() < 4
 
 
-def test_latents_are_the_ones_the_tokens_came_from():
+def test_tokens_are_noisy_copies_of_their_latents():
     tree, count = TREES["irregular"], 100_000
     drawn = tree.sample(count, generator=seeded(2))
     bits = torch.cat([torch.zeros(count, 1, dtype=torch.bool), *drawn.latents, drawn.token], dim=1).numpy()
-    edges = np.arange(3, tree.parents.size)  # the root and its two children aside
+    edges = np.arange(3, tree.parents.size)  # without the root and its two children
     copied = (bits[:, edges] == bits[:, tree.parents[edges]]).sum(axis=0)
     assert standard_errors(copied, np.full(edges.size, float(count)), np.full(edges.size, 0.8)).max() < 4
     flips = bits[:, edges] != bits[:, tree.parents[edges]]
     assert np.abs(np.corrcoef(flips.T) - np.eye(edges.size)).max() < 4 / np.sqrt(count)  # edges flip independently
 
 
-def test_labels_and_first_level_follow_their_tables():
+def test_labels_and_first_level_have_their_probabilities():
     tree, count = TREES["regular"], 100_000
     drawn = tree.sample(count, generator=seeded(3))
     sizes = drawn.label.bincount(minlength=3).numpy().astype(np.float64)
@@ -77,7 +78,7 @@ def test_shapes_and_numbering():
     assert TREES["shallow"].sample(3, generator=seeded(0)).latents == ()
 
 
-def test_a_seed_settles_the_draw():
+def test_samples_are_determined_by_the_seed():
     tree = TREES["regular"]
     first, again, other = (tree.sample(200, generator=seeded(seed)) for seed in (5, 5, 6))
     assert torch.equal(first.token, again.token)
@@ -87,7 +88,7 @@ def test_a_seed_settles_the_draw():
 
 @given(st.integers(0, 10_000), st.integers(2, 12), st.integers(4, 20), st.integers(1, 4))
 @settings(max_examples=50)
-def test_random_trees_keep_their_bounds(seed, max_tokens, max_nodes, classes):
+def test_random_trees_are_within_their_bounds(seed, max_tokens, max_nodes, classes):
     tree = HBLT.random(generator=seeded(seed), classes=classes, max_tokens=max_tokens, max_nodes=max_nodes)
     assert 2 <= tree.tokens <= max_tokens
     assert tree.parents.size <= max_nodes
@@ -95,13 +96,13 @@ def test_random_trees_keep_their_bounds(seed, max_tokens, max_nodes, classes):
     assert cooccurrence_matrix(tree.parents, tree.p0, tree.p_child, tree.rho).shape == (tree.tokens,) * 2
 
 
-def test_certain_edges_copy_and_certain_biases_fix():
+def test_without_noise_every_token_is_determined():
     tree = HBLT.regular((2, 2, 2), p0=[1.0], p_child=[[1.0], [-1.0]], rho=1.0)
     assert tree.sample(500, generator=seeded(0)).token.sum(dim=0).tolist() == [0] * 4 + [500] * 4
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "parts"),
     [
         ({"child_counts": ()}, ["`child_counts`", "at least one level"]),
         ({"child_counts": ((2,), (1,))}, ["`child_counts[1]`", "2 nodes at depth 1", "1 numbers"]),
@@ -118,11 +119,11 @@ def test_certain_edges_copy_and_certain_biases_fix():
         ({"rho": np.nan}, ["`rho`", "NaN"]),
     ],
 )
-def test_bad_descriptions_are_named(change, words):
+def test_bad_descriptions_are_named(change, parts):
     good = {"child_counts": ((2,), (1, 3)), "p0": P0, "p_child": P_CHILD, "rho": 0.9}
     with pytest.raises(InputError) as caught:
         HBLT(**(good | change))
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
 def test_bad_counts_are_named():
