@@ -1,7 +1,7 @@
 """Attention entropy and stable rank beside the plain way: speed, memory and error, on the CPU and on any CUDA device.
 
 The plain way to entropy is the whole matrix: `softmax`, then `entr`. On CUDA every implementation is timed and its
-error measured, so that the order in `joma.kernels.entropy_blocks.PRECISIONS` can be judged.
+error measured, so that the order in `joma.kernels.entropy_choice.PRECISIONS` can be judged.
 """
 
 import statistics
@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmarks import Row
 from benchmarks.memory import forget_peak, resident
 from benchmarks.training import synchronised
-from joma.kernels import entropy_blocks
-from joma.kernels.entropy_blocks import IMPLEMENTATIONS, PRECISIONS, Scores
+from joma.kernels.entropy_choice import IMPLEMENTATIONS, PRECISIONS, entropy_rows
+from joma.kernels.entropy_scores import Scores
 from joma.probes.entropy import attention_entropy
 from joma.probes.rank import spectral_norm, stable_rank
 
@@ -146,7 +146,7 @@ def errors(device: str, dtype: torch.dtype, precision: str, length: int) -> Iter
             if not any(IMPLEMENTATIONS[name].fits(scores) for name in order):
                 continue
             true, lse = judged(query, key)
-            error = (entropy_blocks.rows(scores, order).entropy - true).abs()
+            error = (entropy_rows(scores, order).entropy - true).abs()
             worst = max(worst, float(error.max()))
             share = max(share, float((error / (2e-5 * (lse / 30).clamp(min=1))).max()))
             told.append(f"{which} {float(error.max()):.0e}")

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from joma.kernels.entropy_blocks import Scores
+from joma.kernels.entropy_scores import Scores
 from joma.kernels.gpu import jit
 
 _LOG2E = 1 / math.log(2)

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from joma.arguments import InputError, choice, scalar
-from joma.kernels import entropy_blocks
-from joma.kernels.entropy_blocks import Scores
+from joma.kernels.entropy_blocks import visible_keys
+from joma.kernels.entropy_choice import PRECISIONS, entropy_rows
+from joma.kernels.entropy_scores import Scores
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class AttentionRows(NamedTuple):
-    """What each query's attention looks like; every field has the shape of `query` less its last axis."""
+    """Measures of each query's attention; every field has the shape of `query` without its last axis."""
 
     entropy: Tensor  # in nats
-    relative: Tensor  # entropy over its largest possible value, the logarithm of the number of keys that are seen
+    relative: Tensor  # entropy over its largest possible value, the logarithm of the number of visible keys
     effective: Tensor  # exp(entropy), the effective number of tokens
     largest: Tensor  # the largest weight
 
@@ -61,7 +62,7 @@ def attention_entropy(
     enable_gqa: bool = False,
     precision: str = "highest",
 ) -> Tensor:
-    """Return the entropy of each row of scaled dot-product attention, without the matrix of attention.
+    """Return the entropy of each row of scaled dot-product attention, without the attention matrix.
 
         H_i = −Σ_j p_ij ln p_ij,    p_i = softmax_j(scale · q_i·k_j + bias_ij)
 
@@ -69,29 +70,29 @@ def attention_entropy(
     `torch.nn.functional.scaled_dot_product_attention`. It is a measure: no gradient flows through it.
 
     Args:
-        query: [*batch, head, query, dim], float16, bfloat16, float32 or float64; fewer or more leading axes will do.
+        query: [*batch, head, query, dim], float16, bfloat16, float32 or float64, with any number of leading axes.
         key: [*batch, head, key, dim]; leading axes of the two broadcast.
-        causal: whether query i sees keys 0 to i alone, counted from the first of both also where lengths differ.
-        mask: to broadcast to [*batch, head, query, key]: True where a key is seen, or a bias that is added to the
-            scores. −inf, and a number below half the least of its type, hide the key. With `causal` both apply. A
-            `torch.nn.attention.bias.CausalBias` is taken at its word, without a matrix.
+        causal: whether query i sees only keys 0 to i, both counted from the first, even where the lengths differ.
+        mask: broadcasts to [*batch, head, query, key]: True where a key is visible, or a bias that is added to the
+            scores. A bias of −inf, or below half the least number of its dtype, hides the key. With `causal` both
+            apply. A `torch.nn.attention.bias.CausalBias` is never expanded to a matrix.
         scale: 1/√dim if not given.
-        enable_gqa: whether several heads of `query` may share one of `key`, neighbours the same one.
+        enable_gqa: whether several neighbouring heads of `query` may share a head of `key`.
         precision: in the words of `torch.set_float32_matmul_precision`. "highest" multiplies and adds in float32 at
             least, whatever the inputs. "high" lets a GPU round float32 factors to TF32, and uses the fused attention
             kernel of half precision where our own kernel cannot run.
 
     Returns:
-        [*batch, head, query] in float32, or float64 for float64; NaN where all keys are hidden, or there are none: see
-            `mean_entropy`.
+        [*batch, head, query] in float32, or float64 for float64. NaN where all keys are hidden or there are none (see
+            `mean_entropy`), and where the queries or keys of a head hold NaN, as those of a diverged seed do.
 
     >>> query, key = torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 4, 8)
     >>> attention_entropy(query, key, causal=True).exp()
     tensor([[[1., 2., 3., 4.]]])
     """
-    order = choice("precision", precision, entropy_blocks.PRECISIONS)
-    asked = _asked(query, key, causal, mask, scale, grouped=enable_gqa)
-    return asked.joined([entropy_blocks.rows(part, order).entropy for part in asked.scores])
+    order = choice("precision", precision, PRECISIONS)
+    batches = _batches(query, key, causal, mask, scale, grouped=enable_gqa)
+    return batches.join([entropy_rows(scores, order).entropy for scores in batches.scores])
 
 
 def attention_rows(
@@ -108,15 +109,15 @@ def attention_rows(
 
         H_i / ln n_i,    exp(H_i),    max_j p_ij,        n_i the number of keys that query i sees
 
-    in one pass over the keys. Where one key is seen the relative entropy, 0/0, is NaN.
+    in one pass over the keys. Where only one key is visible the relative entropy, 0/0, is NaN.
 
     Args:
         query: [*batch, head, query, dim]; this and all others as for `attention_entropy`.
         key: [*batch, head, key, dim].
-        causal: whether query i sees keys 0 to i alone.
-        mask: True where a key is seen, or a bias.
+        causal: whether query i sees only keys 0 to i.
+        mask: True where a key is visible, or a bias.
         scale: 1/√dim if not given.
-        enable_gqa: whether several heads of `query` may share one of `key`.
+        enable_gqa: whether several heads of `query` may share a head of `key`.
         precision: "highest" or "high".
 
     Returns:
@@ -126,17 +127,18 @@ def attention_rows(
     >>> rows.relative, rows.effective, rows.largest
     (tensor([1., 1.]), tensor([4., 4.]), tensor([0.2500, 0.2500]))
     """
-    order = choice("precision", precision, entropy_blocks.PRECISIONS)
-    asked = _asked(query, key, causal, mask, scale, grouped=enable_gqa)
-    found = [entropy_blocks.rows(part, order, largest=True) for part in asked.scores]
-    nats, largest = (asked.joined([cast(Tensor, part[n]) for part in found]) for n in range(2))
-    seen = asked.joined([entropy_blocks.visible(part) for part in asked.scores])
-    limit = seen.to(nats.dtype).log()
-    return AttentionRows(nats, nats / limit.masked_fill(seen <= 1, torch.nan), effective_tokens(nats), largest)
+    order = choice("precision", precision, PRECISIONS)
+    batches = _batches(query, key, causal, mask, scale, grouped=enable_gqa)
+    rows = [entropy_rows(scores, order, largest=True) for scores in batches.scores]
+    nats = batches.join([batch.entropy for batch in rows])
+    largest = batches.join([cast(Tensor, batch.largest) for batch in rows])
+    visible = batches.join([visible_keys(scores) for scores in batches.scores])
+    limit = visible.to(nats.dtype).log()
+    return AttentionRows(nats, nats / limit.masked_fill(visible <= 1, torch.nan), effective_tokens(nats), largest)
 
 
 def effective_tokens(entropy: Tensor) -> Tensor:
-    """Return exp(H), the number of tokens that uniform attention of the same entropy would look at.
+    """Return exp(H), the number of tokens over which uniform attention has the same entropy.
 
     Args:
         entropy: in nats, of any shape.
@@ -160,7 +162,7 @@ def mean_entropy(entropy: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
         dim: the axes to average over; the rows if not given.
 
     Returns:
-        `entropy` less these axes, NaN where all rows are.
+        `entropy` without these axes, NaN where all rows are NaN.
 
     >>> mean_entropy(torch.tensor([[1.0, 0.5, torch.nan], [0.5, 0.5, 0.5]]))
     tensor([0.7500, 0.5000])
@@ -171,71 +173,73 @@ def mean_entropy(entropy: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     return entropy.nanmean(dim=dim)
 
 
-class _Asked(NamedTuple):
-    """What was asked for, in batches of four axes; none where there is no row, or no key."""
+class _Batches(NamedTuple):
+    """The scores in batches of four axes; no batch where there is no row or no key."""
 
     scores: list[Scores]
-    shape: torch.Size
+    shape: torch.Size  # of the result
     query: Tensor
-    backwards: bool  # the last query first
+    reversed: bool  # whether the last query comes first
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """One number for each query from those of each batch; NaN where there was nothing to measure."""
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return one number for each query from those of each batch; NaN where there is nothing to measure."""
         if not parts:
             dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
             return self.query.new_full(self.shape, torch.nan, dtype=dtype)
-        found = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).view(self.shape)
-        return found.flip(-1) if self.backwards else found
+        rows = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).view(self.shape)
+        return rows.flip(-1) if self.reversed else rows
 
 
-def _asked(
+def _batches(
     query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None, *, grouped: bool
-) -> _Asked:
-    """Check everything and bring it to four axes: one batch axis and one of heads."""
+) -> _Batches:
+    """Check the arguments and split them into batches of four axes: [batch, head, length, dim]."""
     _check_tensors(query, key, mask)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     if type(factor) is not float or not math.isfinite(factor):
         factor = scalar("scale", factor)
     query, key, backwards = query.detach(), key.detach(), False
-    lead, shared = _leads(query.shape[:-2], key.shape[:-2], grouped)
-    query, key = query.expand(*lead, *query.shape[-2:]), key.expand(*shared, *key.shape[-2:])
-    offset = _offset(mask, query.shape[-2], key.shape[-2])
+    lead, key_lead = _leading_axes(query.shape[:-2], key.shape[:-2], grouped)
+    query, key = query.expand(*lead, *query.shape[-2:]), key.expand(*key_lead, *key.shape[-2:])
+    offset = _causal_offset(mask, query.shape[-2], key.shape[-2])
     if offset is not None:
         offset = min(offset, 0) if causal else offset
         causal, mask, backwards = offset == 0, None, offset != 0
         if backwards:
-            query, mask = query.flip(-2), _later(query, key.shape[-2], offset)
+            query, mask = query.flip(-2), _sliding_mask(query, key.shape[-2], offset)
     if mask is not None:
         mask = _expanded(mask, (*lead, query.shape[-2], key.shape[-2]), query.device)
     empty = query.numel() == 0 or key.numel() == 0
-    outer = 0 if empty else torch.Size(lead[:-2]).numel()  # not flattened: a mask that repeats would have to be copied
-    parts = [
+    count = 0 if empty else torch.Size(lead[:-2]).numel()  # not flattened: a mask that repeats would have to be copied
+    scores = [
         Scores(_nth(query, n), _nth(key, n), None if mask is None else _nth(mask, n), causal, factor)
-        for n in range(outer)
+        for n in range(count)
     ]
-    return _Asked(parts, query.shape[:-1], query, backwards)
+    return _Batches(scores, query.shape[:-1], query, backwards)
 
 
-def _offset(mask: Any, queries: int, keys: int) -> int | None:
-    """Return how many keys beyond its own number a query sees by a `CausalBias`, whose memory says nothing; else None.
+def _causal_offset(mask: Any, queries: int, keys: int) -> int | None:
+    """Return how many keys beyond its own number a query sees by a `CausalBias`, or None for any other mask.
 
-    Aligned at the upper left, or square, torch takes it as causal attention whatever its lengths.
+    A `CausalBias` is a tensor whose memory holds nothing. Torch treats one that is aligned at the upper left, or
+    square, as causal attention, whatever its lengths.
     """
-    known = sys.modules.get("torch.nn.attention.bias")  # a second to import, and without it there is no such bias
-    if known is None or not isinstance(mask, known.CausalBias):
+    module = sys.modules.get("torch.nn.attention.bias")  # a second to import, and without it there is no such bias
+    if module is None or not isinstance(mask, module.CausalBias):
         return None
     lengths = mask.seq_len_q, mask.seq_len_kv
-    if mask.variant == known.CausalVariant.UPPER_LEFT or lengths[0] == lengths[1]:
+    if mask.variant == module.CausalVariant.UPPER_LEFT or lengths[0] == lengths[1]:
         return 0
     if lengths != (queries, keys):
-        raise InputError("mask", f"for {queries} queries and {keys} keys", f"one for {lengths}", "make it anew")
+        got = f"one for {lengths}"
+        raise InputError("mask", f"for {queries} queries and {keys} keys", got, "make it for these lengths")
     return keys - queries
 
 
-def _later(query: Tensor, keys: int, offset: int) -> Tensor:
-    """Return which keys the queries, the last one first, see up to their own number plus `offset`.
+def _sliding_mask(query: Tensor, keys: int, offset: int) -> Tensor:
+    """Return which keys the queries, the last one first, see: those up to their own number plus `offset`.
 
-    Key j of query i from the end depends on i + j alone: a window that slides along one line, and no matrix.
+    For query i from the end and key j this depends on i + j alone: a window that slides along one line, not a matrix.
     """
     queries = query.shape[-2]
     line = torch.arange(max(0, queries + keys - 1), device=query.device) <= queries - 1 + offset
@@ -243,7 +247,7 @@ def _later(query: Tensor, keys: int, offset: int) -> Tensor:
 
 
 def _nth(tensor: Tensor, n: int) -> Tensor:
-    """Return one batch of four axes, the n-th along the axes before them."""
+    """Return the n-th batch of four axes, counted along the axes before them."""
     for size in reversed(tensor.shape[:-4]):
         tensor, n = tensor.select(tensor.ndim - 5, n % size), n // size
     return tensor[(None,) * (4 - tensor.ndim)]
@@ -254,28 +258,30 @@ def _check_tensors(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
         if tensor is None and name == "mask":
             continue
         if not isinstance(tensor, Tensor):
-            raise InputError(name, "a tensor", type(tensor).__name__, "pass what attention is given")
+            raise InputError(name, "a tensor", type(tensor).__name__, "pass what you pass to attention")
         if tensor.is_nested:
             raise InputError(name, "a plain tensor", "a nested one", "pad it and hide the padding with `mask`")
-        if _mapped(tensor):
-            raise InputError(name, "a plain tensor", "one inside vmap", "give the axis as a leading one, without vmap")
+        if _inside_vmap(tensor):
+            remedy = "pass the mapped axis as a leading axis, without vmap"
+            raise InputError(name, "a plain tensor", "one inside vmap", remedy)
     for name, tensor in (("query", query), ("key", key)):
         if tensor.dtype not in _TYPES:
             raise InputError(name, "of float16, bfloat16, float32 or float64", tensor.dtype, "convert it first")
         if tensor.ndim < 2 or tensor.shape[-1] == 0:
             got = f"shape {tuple(tensor.shape)}"
-            raise InputError(name, "[*batch, head, length, dim], dim at least 1", got, "pass what attention is given")
-    for name, ours, other in (
-        ("key", key.dtype, query.dtype),
-        ("key", key.device, query.device),
-        ("key", f"of width {key.shape[-1]}", f"of width {query.shape[-1]}"),
+            expected, remedy = "[*batch, head, length, dim], dim at least 1", "pass what you pass to attention"
+            raise InputError(name, expected, got, remedy)
+    for of_key, of_query in (
+        (key.dtype, query.dtype),
+        (key.device, query.device),
+        (f"of width {key.shape[-1]}", f"of width {query.shape[-1]}"),
     ):
-        if ours != other:
-            raise InputError(name, f"{other}, as `query`", ours, "bring both to the same")
+        if of_key != of_query:
+            raise InputError("key", f"{of_query}, as `query`", of_key, "convert one to match the other")
 
 
-def _mapped(tensor: Tensor) -> bool:
-    """Whether `torch.vmap` hides an axis of it: its values cannot be looked at."""
+def _inside_vmap(tensor: Tensor) -> bool:
+    """Return whether `torch.vmap` hides an axis of the tensor, so that its values cannot be read."""
     functorch = cast(Any, torch._C)._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
@@ -284,32 +290,34 @@ def _mapped(tensor: Tensor) -> bool:
     return False
 
 
-def _leads(query: torch.Size, key: torch.Size, grouped: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the leading axes of both after broadcasting, heads left as they are where they are shared."""
+def _leading_axes(query: torch.Size, key: torch.Size, grouped: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the leading axes of both after broadcasting; shared heads are not broadcast."""
     if query == key:
         return query, key
     if grouped:
         if not query or not key or not key[-1] or query[-1] % key[-1] or query[-1] < key[-1]:
-            expected = f"of a number of heads that divides the {query[-1] if query else 0} of `query`"
-            raise InputError("key", expected, f"leading axes {tuple(key)}", "check the axis of heads")
-        batch, _ = _leads(query[:-1], key[:-1], grouped=False)
+            expected = f"a number of heads that divides the {query[-1] if query else 0} of `query`"
+            raise InputError("key", expected, f"leading axes {tuple(key)}", "check the head axis", must="have")
+        batch, _ = _leading_axes(query[:-1], key[:-1], grouped=False)
         return (*batch, query[-1]), (*batch, key[-1])
     try:
         lead = tuple(torch.broadcast_shapes(query, key))
     except RuntimeError:
-        expected = f"of leading axes that broadcast with {tuple(query)} of `query`"
+        expected = f"leading axes that broadcast with {tuple(query)} of `query`"
         remedy = "align the leading axes, or pass enable_gqa=True for shared heads"
-        raise InputError("key", expected, f"leading axes {tuple(key)}", remedy) from None
+        raise InputError("key", expected, tuple(key), remedy, must="have") from None
     return lead, lead
 
 
 def _expanded(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if mask.dtype != torch.bool and mask.dtype not in _TYPES:
-        raise InputError("mask", "boolean or floating", mask.dtype, "pass True where a key is seen, or a bias")
+        raise InputError("mask", "boolean or floating", mask.dtype, "pass True where a key is visible, or a bias")
     if mask.device != device:
         raise InputError("mask", f"on {device}, as `query`", mask.device, "move it there")
     try:
         return mask.detach().expand(shape)
     except RuntimeError:
         got = f"shape {tuple(mask.shape)}"
-        raise InputError("mask", f"of a shape that broadcasts to {shape}", got, "align it from the right") from None
+        raise InputError(
+            "mask", f"a shape that broadcasts to {shape}", got, "align it from the right", must="have"
+        ) from None

@@ -18,13 +18,12 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from scipy.special import betaincinv
 from torch import Tensor
 
 from joma.arguments import InputError, scalar, whole
-from joma.kernels.entropy_blocks import exact_products
+from joma.kernels.products import exact_products, thin_product
 
 _SMALL = 256  # rows up to which A itself is squared
 _SQUARINGS, _BETWEEN = 16, 4  # in all, and from one scaling to the next
@@ -34,7 +33,6 @@ _MOST = 40  # block steps, if the bound is not reached before
 _RISK = 1e-9
 _GRID = 32
 _RANGE = (1e-12, 1e12)  # of the largest entry: the sum of squares is far from both ends of float32
-_ONE_DNN = torch.backends.mkldnn.is_available()
 
 
 class Bounds(NamedTuple):
@@ -166,7 +164,7 @@ def _large(
     diagonal, below = [], []
     bounds, due, before = None, most if steps is not None else min(_FIRST, most), None
     for step in range(1, most + 1):
-        image = _times(w, _times(w.mT, block / size)) / size
+        image = thin_product(w, thin_product(w.mT, block / size)) / size
         diagonal.append((block.mT @ image).double())
         basis = space[..., : step * _BLOCK]
         image = image - basis @ (basis.mT @ image)
@@ -184,13 +182,6 @@ def _large(
             due, before = min(most, step + _wait(before, now)), now
     assert bounds is not None
     return bounds
-
-
-def _times(w: Float[Tensor, "*batch row column"], x: Float[Tensor, "*batch column block"]) -> Tensor:
-    """Return w x; of one matrix on the CPU by oneDNN, which multiplies few columns a quarter faster than BLAS."""
-    if w.ndim == 2 and w.is_contiguous() and w.dtype == torch.float32 and _ONE_DNN and w.device.type == "cpu":
-        return F.linear(x.mT.contiguous().to_mkldnn(), w).to_dense().mT
-    return w @ x
 
 
 def _wait(before: tuple[int, float] | None, now: tuple[int, float]) -> int:

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from joma.arguments import InputError, choice, scalar, whole
-from joma.kernels.entropy_blocks import PRECISIONS
+from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.rank import stable_rank
 from joma.runs import provenance, write_trajectory
 from joma.watch.sdpa import QUANTITIES, attention, checked_model, checked_rows

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from joma.arguments import InputError, choice
-from joma.kernels.entropy_blocks import PRECISIONS
+from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.entropy import attention_entropy, effective_tokens
 
 QUANTITIES = ("entropy", "effective_tokens")
