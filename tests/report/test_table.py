@@ -56,7 +56,7 @@ def test_cells_that_are_too_wide_are_wrapped():
 
 def test_claims_are_rows_of_sentence_values_and_verdict():
     record = {
-        "said": "Entropy falls.",
+        "statement": "Entropy falls.",
         "expected": "at most 0.1",
         "measured": {"mean": 0.05, "sd": 0.01, "min": 0.04, "max": 0.06, "values": [0.04, 0.06]},
     }
