@@ -1,0 +1,194 @@
+"""What the report shows of stored runs: sections, tables, figures; and that it needs no other file."""
+
+from __future__ import annotations
+
+import base64
+import os
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from joma.files import StorageError, write_json, write_text
+from joma.report.html import write_report
+from joma.runs import TRAJECTORY, write_claims, write_trajectory
+
+STUDIES = {
+    "winner": {"title": "A winner", "source": "Theorem 2", "about": "Which token wins & <why>."},
+    "ladder": {"title": "A ladder", "source": "Theorem 5", "about": "Steps."},
+}
+SVG = '<svg xmlns="http://www.w3.org/2000/svg"><title>{}</title></svg>'
+
+
+class Page(HTMLParser):
+    """The text of an HTML page by element: rows of tables, headings, paragraphs, and attributes that link."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.rows, self.headings, self.links, self.images, self.stack = [], [], [], [], []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.links += [attributes[name] for name in ("href", "src") if name in attributes]
+        if tag == "img":
+            self.images.append(attributes)
+        elif tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+        elif tag in ("h2", "h3"):
+            self.headings.append("")
+        self.stack.append(tag)
+
+    def handle_endtag(self, tag):
+        while self.stack and self.stack.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if {"td", "th"} & {*self.stack}:
+            self.rows[-1][-1] += data
+        elif {"h2", "h3"} & {*self.stack}:
+            self.headings[-1] += data
+
+
+def claim(verdict, statement="It holds.", values=(1.0, 3.0), across="every"):
+    measured = {"mean": np.mean(values), "sd": np.std(values), "min": min(values), "max": max(values)}
+    measured |= {"values": list(values)}
+    return {
+        "name": "c", "statement": statement, "expected": "at least 1", "measured": measured, "across": across,
+        "verdict": verdict,
+    }  # fmt: skip
+
+
+def store(out, study="winner", name="abc", *, claims=None, figures=(), age=0):
+    """Write a finished run, `age` seconds old."""
+    path = out / study / name
+    config = {"study": study, "version": 1, "config": {"slope": 2.5}, "seeds": [0, 1], "preset": "quick"}
+    write_json(path / "config.json", config)
+    trajectory = xr.Dataset({"entropy": (("seed", "step"), np.zeros((2, 5))), "level": 1.0}, attrs={"device": "cpu"})
+    write_trajectory(path / TRAJECTORY, trajectory)
+    for stem, caption in figures:
+        write_text(path / "figures" / f"{stem}.svg", SVG.format(stem))
+        write_text(path / "figures" / f"{stem}.txt", f"{caption}\n")
+    write_claims(path, claims or [claim("holds")], wall_time=12.34)
+    time = (path / TRAJECTORY).stat().st_mtime - age
+    os.utime(path / TRAJECTORY, (time, time))
+    return path
+
+
+def report(out):
+    path, count = write_report(out, STUDIES)
+    assert path == (out / "report.html").resolve()
+    return Page(path), count
+
+
+def test_a_folder_without_finished_runs_is_refused(tmp_path):
+    (store(tmp_path) / "claims.json").unlink()
+    with pytest.raises(StorageError, match=r"no finished run below .*; run `joma run --out"):
+        report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_runs_are_in_the_order_of_studies_and_then_oldest_first(tmp_path):
+    store(tmp_path, "ladder", "d")
+    store(tmp_path, "unknown", "e")
+    store(tmp_path, "winner", "new", age=10)
+    store(tmp_path, "winner", "old", age=100)
+    page, count = report(tmp_path)
+    assert count == 4
+    assert page.headings == ["A winner", "A winner", "A ladder", "unknown"]
+    assert [link for link in page.links if link.startswith("#")] == [
+        "#winner-old", "#winner-new", "#ladder-d", "#unknown-e"
+    ]  # fmt: skip
+    assert all(f'id="{link[1:]}"' in page.source for link in page.links if link.startswith("#"))
+
+
+def test_the_overview_counts_verdicts(tmp_path):
+    verdicts = ("holds", "holds", "does not hold", "not tested at this preset")
+    store(tmp_path, claims=[claim(verdict) for verdict in verdicts])
+    store(tmp_path, "ladder", claims=[claim("does not hold")])
+    page, _ = report(tmp_path)
+    assert page.rows[1:3] == [
+        ["winnerA winner", "quick", "2", "2", "1", "1", "12.3 s"],
+        ["ladderA ladder", "quick", "2", "0", "1", "0", "12.3 s"],
+    ]
+    assert ">2 hold<" in page.source
+    assert ">2 do not hold<" in page.source
+    assert "of\n5 claims" in page.source
+
+
+def test_claims_show_expected_and_measured_values_and_the_verdict(tmp_path):
+    claims = [
+        claim("holds", "Every seed."),
+        claim("does not hold", "The mean.", across="mean"),
+        claim("not tested at this preset", "One seed.", values=(0.123456,)),
+    ]
+    store(tmp_path, claims=claims)
+    page, _ = report(tmp_path)
+    rows = [row for row in page.rows if row[0] in ("Every seed.", "The mean.", "One seed.")]
+    assert rows == [
+        ["Every seed.", "at least 1", "2 ± 11 to 3 over 2, each judged", "✓ holds"],
+        ["The mean.", "at least 1", "2 ± 11 to 3 over 2, mean judged", "✗ does not hold"],
+        ["One seed.", "at least 1", "0.1235", "– not tested at this preset"],
+    ]
+
+
+def test_claims_that_do_not_hold_are_listed_first(tmp_path):
+    store(tmp_path, claims=[claim("holds", "Fine."), claim("does not hold", "Not so.")])
+    page, _ = report(tmp_path)
+    assert page.headings == ["What does not hold", "A winner"]
+    start, end = page.source.index("<ul>"), page.source.index("</ul>")
+    assert "Not so." in page.source[start:end]
+    assert "measured 2 ± 1 (1 to 3)" in page.source[start:end]
+    assert "Fine." not in page.source[start:end]
+
+
+def test_the_list_is_left_out_if_every_claim_holds(tmp_path):
+    store(tmp_path)
+    assert report(tmp_path)[0].headings == ["A winner"]
+
+
+def test_figures_are_inside_the_page_with_their_captions(tmp_path):
+    store(tmp_path, figures=[("1-line", 'A "line" & <more>.'), ("2-points", "Points.")])
+    page, _ = report(tmp_path)
+    assert [image["alt"] for image in page.images] == ['A "line" & <more>.', "Points."]
+    for image, stem in zip(page.images, ("1-line", "2-points"), strict=True):
+        kind, content = image["src"].split(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert base64.b64decode(content).decode() == SVG.format(stem)
+
+
+def test_the_page_needs_no_other_file(tmp_path):
+    store(tmp_path, figures=[("1-line", "A line.")])
+    page, _ = report(tmp_path)
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert "<script" not in page.source
+    assert "@import" not in page.source
+    assert "url(" not in page.source
+
+
+def test_text_of_studies_and_claims_is_escaped(tmp_path):
+    store(tmp_path, claims=[claim("holds", "a < b & <b>bold</b>")])
+    page, _ = report(tmp_path)
+    assert "Which token wins &amp; &lt;why&gt;." in page.source
+    assert "a &lt; b &amp; &lt;b&gt;bold&lt;/b&gt;" in page.source
+
+
+def test_config_contents_and_provenance_are_listed(tmp_path):
+    path = store(tmp_path)
+    page, _ = report(tmp_path)
+    assert "&#34;slope&#34;: 2.5" in page.source
+    assert ["entropy", "seed 2, step 5"] in page.rows
+    assert ["level", "scalar"] in page.rows
+    assert ["device", "cpu"] in page.rows
+    assert f"Stored in {path};" in page.source
+
+
+def test_a_run_whose_trajectory_was_altered_is_refused(tmp_path):
+    path = store(tmp_path)
+    (path / TRAJECTORY).write_bytes(b"other")
+    with pytest.raises(StorageError, match="altered"):
+        report(tmp_path)
