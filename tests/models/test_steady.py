@@ -1,4 +1,4 @@
-"""A decoder whose attention is held: against a decoder as it was, and against a layer written out by hand."""
+"""A decoder with frozen attention, compared with an earlier copy of itself and with a layer written out by hand."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ TOKENS = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(5))
 TARGET = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(6))
 
 
-def streams():
+def generators():
     return [torch.Generator().manual_seed(seed) for seed in range(2)]
 
 
-def pair(until, **changes):
-    """A decoder, and one that starts as it does and is held."""
-    config = dataclasses.replace(CONFIG, **changes)
-    steady = FrozenAttentionDecoder(config, generators=streams(), freeze_steps=torch.tensor(until), dtype=torch.float64)
-    return Decoder(config, generators=streams(), dtype=torch.float64), steady
+def pair(freeze_steps, **changes):
+    """Return a plain decoder, and one that starts with the same parameters and freezes its attention."""
+    config, steps = dataclasses.replace(CONFIG, **changes), torch.tensor(freeze_steps)
+    plain = Decoder(config, generators=generators(), dtype=torch.float64)
+    return plain, FrozenAttentionDecoder(config, generators=generators(), freeze_steps=steps, dtype=torch.float64)
 
 
-def shaken(model, seed=0):
-    """The same change of every parameter that trains, by name, so that decoders that are equal stay so."""
+def perturb(model, seed=0):
+    """Change every parameter that trains, in a way that depends on its name alone: equal decoders stay equal."""
     with torch.no_grad():
-        for name, own in sorted(model.named_parameters()):
-            if own.requires_grad:
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.requires_grad:
                 generator = torch.Generator().manual_seed(seed + sum(map(ord, name)))
-                own.add_(torch.randn(own.shape, generator=generator, dtype=own.dtype), alpha=0.3)
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.3)
     return model
 
 
 def attention(model, **options):
-    kept = {"attention": []}
-    model.final_states(TOKENS, watched=kept, **options)
-    return kept["attention"]
+    watched = {"attention": []}
+    model.final_states(TOKENS, watched=watched, **options)
+    return watched["attention"]
 
 
 def gradients(model, **options):
     model.zero_grad()
     model.surprisal(TOKENS, TARGET, **options).sum().backward()
-    return {name: own.grad for name, own in model.named_parameters() if own.requires_grad}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 KINDS = [
@@ -65,50 +65,46 @@ KINDS = [
 
 
 @pytest.mark.parametrize("changes", KINDS)
-def test_before_the_step_it_is_the_decoder_and_after_it_attends_as_it_did(changes):
-    plain, steady = pair([5, 3], **changes)
+def test_it_is_a_plain_decoder_before_its_step_and_attends_as_at_that_step_afterwards(changes):
+    plain, freezing = pair([5, 3], **changes)
     options = {"noise": noise.key(torch.arange(2), 9)} if "dropout" in changes else {}
     for step in range(4):
-        shaken(plain, step), shaken(steady, step)
-        steady.set_step(torch.tensor(step))
-        expected, found = gradients(plain, **options), gradients(steady, **options)
-        last = 2 if step < 3 else 1  # the second seed's attention is held at step 3: the same, without its gradient
-        for name, own in expected.items():
-            torch.testing.assert_close(found[name][:last], own[:last], rtol=0, atol=1e-12)
-        torch.testing.assert_close(attention(steady, **options), attention(plain, **options), rtol=0, atol=1e-14)
-    then = attention(plain, **options)
+        perturb(plain, step), perturb(freezing, step)
+        freezing.set_step(torch.tensor(step))
+        expected, computed = gradients(plain, **options), gradients(freezing, **options)
+        training = 2 if step < 3 else 1  # at step 3 the second seed has the same attention, but no gradient of it
+        for name, gradient in expected.items():
+            torch.testing.assert_close(computed[name][:training], gradient[:training], rtol=0, atol=1e-12)
+        torch.testing.assert_close(attention(freezing, **options), attention(plain, **options), rtol=0, atol=1e-14)
+    at_step = {3: attention(plain, **options)}
     for step in range(4, 8):
-        shaken(plain, step), shaken(steady, step)
-        steady.set_step(torch.tensor(step))
-        own, now = attention(steady, **options), attention(plain, **options)
+        perturb(plain, step), perturb(freezing, step)
+        freezing.set_step(torch.tensor(step))
+        frozen, at_step[step] = attention(freezing, **options), attention(plain, **options)
         for layer in range(3):
-            torch.testing.assert_close(own[layer][1], then[layer][1], rtol=0, atol=1e-14)
-            assert not torch.allclose(now[layer][1], then[layer][1], atol=1e-3)
-        if step == 5:
-            first = now
-        for layer in range(3):
-            expected = now if step < 5 else first
-            torch.testing.assert_close(own[layer][0], expected[layer][0], rtol=0, atol=1e-14)
+            torch.testing.assert_close(frozen[layer][1], at_step[3][layer][1], rtol=0, atol=1e-14)
+            assert not torch.allclose(at_step[step][layer][1], at_step[3][layer][1], atol=1e-3)
+            torch.testing.assert_close(frozen[layer][0], at_step[min(step, 5)][layer][0], rtol=0, atol=1e-14)
 
 
-def test_no_gradient_reaches_what_made_the_attention():
-    _, steady = pair([9, 2])
-    steady.set_step(torch.tensor(2))
-    for name, slope in gradients(shaken(steady)).items():
-        asks = name.endswith(("query.weight", "query.bias", "key.weight"))
-        # A key's bias moves all scores of a query alike: its gradient is nothing in any case.
-        assert (slope[1].abs().max() == 0) == (asks or name.endswith("key.bias"))
+def test_no_gradient_reaches_the_parameters_behind_frozen_attention():
+    _, freezing = pair([9, 2])
+    freezing.set_step(torch.tensor(2))
+    for name, gradient in gradients(perturb(freezing)).items():
+        of_attention = name.endswith(("query.weight", "query.bias", "key.weight"))
+        # The bias of keys shifts all scores of a query by the same number: its gradient is zero in any case.
+        assert (gradient[1].abs().max() == 0) == (of_attention or name.endswith("key.bias"))
         if not name.endswith("key.bias"):
-            assert slope[0].abs().max() > 0
+            assert gradient[0].abs().max() > 0
 
 
-def test_values_and_all_else_are_those_of_now():
-    """One layer by hand: softmax of scores from the parameters then, all else from those of now."""
+def test_values_and_all_else_come_from_the_present_parameters():
+    """One layer by hand: softmax of scores from the past parameters, all else from the present ones."""
     config = {"layers": 1, "heads": 1}
-    then, steady = pair([0, 0], **config)
-    steady.set_step(torch.tensor(0))
-    now = shaken(pair([0, 0], **config)[0], 3)
-    shaken(steady, 3)
+    past, freezing = pair([0, 0], **config)
+    freezing.set_step(torch.tensor(0))
+    present = perturb(pair([0, 0], **config)[0], 3)
+    perturb(freezing, 3)
     seed, length = 1, TOKENS.shape[1]
 
     def stream(model):
@@ -120,28 +116,29 @@ def test_values_and_all_else_are_those_of_now():
     def normed(part, x):
         return layer_norm(x, x.shape[-1:]) * part.gain[seed] + part.offset[seed]
 
-    query, key = (linear(part, stream(then)) for part in (then.layers[0].attention.query, then.layers[0].attention.key))
+    frozen = past.layers[0].attention
+    query, key = (linear(part, stream(past)) for part in (frozen.query, frozen.key))
     scores = query @ key.mT / 8**0.5
     weights = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
-    layer, x = now.layers[0], stream(now)
+    layer, x = present.layers[0], stream(present)
     x = normed(layer.norms[0], x + linear(layer.attention.projection, weights @ linear(layer.attention.value, x)))
     x = normed(layer.norms[1], x + linear(layer.upper, linear(layer.lower, x).relu()))
-    torch.testing.assert_close(steady(TOKENS)[seed], linear(now.head, x), rtol=0, atol=1e-12)
-    torch.testing.assert_close(steady(TOKENS, last=2)[seed], linear(now.head, x)[:, -2:], rtol=0, atol=1e-12)
+    torch.testing.assert_close(freezing(TOKENS)[seed], linear(present.head, x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(freezing(TOKENS, last=2)[seed], linear(present.head, x)[:, -2:], rtol=0, atol=1e-12)
 
 
-def test_a_seed_without_residual_connections_is_held_as_well():
+def test_attention_of_a_seed_without_residual_connections_is_frozen_too():
     residual = torch.tensor([[[True, False]] * 3, [[False, True]] * 3])
-    options = {"generators": streams(), "residual": residual, "dtype": torch.float64}
+    options = {"generators": generators(), "residual": residual, "dtype": torch.float64}
     plain = Decoder(CONFIG, **options)
-    steady = FrozenAttentionDecoder(CONFIG, **{**options, "generators": streams()}, freeze_steps=[2, 2])
-    then = attention(plain)
-    steady.set_step(torch.tensor(2))
-    torch.testing.assert_close(attention(shaken(steady)), then, rtol=0, atol=1e-14)
+    freezing = FrozenAttentionDecoder(CONFIG, **{**options, "generators": generators()}, freeze_steps=[2, 2])
+    expected = attention(plain)
+    freezing.set_step(torch.tensor(2))
+    torch.testing.assert_close(attention(perturb(freezing)), expected, rtol=0, atol=1e-14)
 
 
 def trained(folder=None, stop=None):
-    """Train with attention held from steps 4 and 6 on; stop by a fault at a step."""
+    """Train with attention frozen from steps 4 and 6 on; fail at the step `stop`, if there is one."""
     model = pair([4, 6], dropout=0.2)[1]
 
     def loss(model, step):
@@ -153,29 +150,30 @@ def trained(folder=None, stop=None):
     def record(model, step):
         del step
         with torch.no_grad():
-            return {"attention": torch.stack([own.flatten(1) for own in attention(model)], 1)}
+            return {"attention": torch.stack([weights.flatten(1) for weights in attention(model)], 1)}
 
     options = {"steps": 10, "save": range(10), "checkpoints": folder, "record": record, "gradients": False}
     return fit(model, loss, optimiser=Optimiser("adam", 1e-2), dims={"attention": ("layer", "number")}, **options)
 
 
-def test_it_is_held_in_training_and_a_run_that_was_stopped_goes_on_alike(tmp_path):
-    whole = trained()
-    for seed, until in enumerate((4, 6)):
-        own = whole.attention.isel(seed=seed).values
-        assert (abs(np.diff(own[: until + 1], axis=0)).max(axis=(1, 2)) > 1e-4).all()
-        np.testing.assert_array_equal(own[until:], np.broadcast_to(own[until], own[until:].shape))
-    assert bool((whole.loss.diff("step") != 0).all())
+def test_attention_freezes_in_training_and_a_resumed_run_has_the_same_numbers(tmp_path):
+    uninterrupted = trained()
+    for seed, freeze_step in enumerate((4, 6)):
+        weights = uninterrupted.attention.isel(seed=seed).values
+        assert (abs(np.diff(weights[: freeze_step + 1], axis=0)).max(axis=(1, 2)) > 1e-4).all()
+        frozen = weights[freeze_step:]
+        np.testing.assert_array_equal(frozen, np.broadcast_to(frozen[0], frozen.shape))
+    assert bool((uninterrupted.loss.diff("step") != 0).all())
     for stop in (3, 5, 8):
         with pytest.raises(RuntimeError, match="stopped"):
             trained(tmp_path / str(stop), stop)
-        again = trained(tmp_path / str(stop))
-        np.testing.assert_array_equal(again.attention, whole.attention)
-        np.testing.assert_array_equal(again.loss, whole.loss)
+        resumed = trained(tmp_path / str(stop))
+        np.testing.assert_array_equal(resumed.attention, uninterrupted.attention)
+        np.testing.assert_array_equal(resumed.loss, uninterrupted.loss)
 
 
 @pytest.mark.parametrize(
-    ("until", "changes", "match"),
+    ("freeze_steps", "changes", "message"),
     [
         ([1], {}, "`freeze_steps` must be a whole number for each of 2 seeds"),
         ([1.5, 2.0], {}, "`freeze_steps` must be a whole number for each of 2 seeds, got torch.float32"),
@@ -183,6 +181,6 @@ def test_it_is_held_in_training_and_a_run_that_was_stopped_goes_on_alike(tmp_pat
         ([1, 2], {"positions": "learned"}, "positions that are not learned"),
     ],
 )
-def test_bad_input(until, changes, match):
-    with pytest.raises(InputError, match=match):
-        pair(until, **changes)
+def test_bad_input_is_named(freeze_steps, changes, message):
+    with pytest.raises(InputError, match=message):
+        pair(freeze_steps, **changes)

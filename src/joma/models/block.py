@@ -3,7 +3,7 @@
     b = attention(z_q, x),    f = U_C b + u_q,    h_k = φ(w_k · f + β_k)
 
 Many seeds are one model: every parameter has the seed as its leading axis, and no number passes from one seed to
-another. Three switches break the conservation laws of Theorem 1: `norm`, `skip` and embeddings that are not orthonormal.
+another. Theorem 1 does not hold with `norm`, `skip` or embeddings that are not orthonormal: these are its controls.
 """
 
 from __future__ import annotations
