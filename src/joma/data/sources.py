@@ -108,7 +108,7 @@ def find(source: Any, *, cache: Path, progress: Progress) -> Source:
     if local is not None:
         return local
     if isinstance(source, str) and ":" in source:
-        return _folder(source, _download(source, cache, progress))
+        return _from_folder(source, _download(source, cache, progress))
     remedy = "check the path; a dataset's name has a colon after it, even without a configuration"
     raise InputError("corpus", _EXPECTED, f"{str(source)!r}, which does not exist", remedy)
 
@@ -125,7 +125,7 @@ def find_local(source: Any) -> Source | None:
         return _embedded()
     path = os.path.expanduser(source)  # `os.path` says False for a path that is not valid; `Path` would raise
     if os.path.isdir(path):
-        return _folder(Path(path).resolve().name, Path(path))
+        return _from_folder(Path(path).resolve().name, Path(path))
     if os.path.isfile(path):
         return _cut(Path(path).resolve().name, [Path(path)])
     return None
@@ -205,8 +205,8 @@ def _embedded() -> Source:
     return Source(EMBEDDED, {**pieces, "test": []}, _digest(digests))
 
 
-def _folder(name: str, folder: Path) -> Source:
-    """Return a folder with a file for each split, or one whose `.txt` files are one text."""
+def _from_folder(name: str, folder: Path) -> Source:
+    """Return the text of a folder: a file for each split, or `.txt` files that are cut as one text."""
     try:
         files = sorted(path for path in folder.iterdir() if path.is_file())
     except OSError as cause:

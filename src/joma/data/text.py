@@ -83,7 +83,8 @@ class Corpus:
         if length < least:
             got = f"{len(stream)} in the {split} split of {self.name}"
             remedy = f"give a longer text or a smaller `{name}` than {count}"
-            raise InputError("corpus", f"of at least {count * least} tokens, {least} a column", got, remedy)
+            expected = f"at least {count * least} tokens, {least} for each column"
+            raise InputError("corpus", expected, got, remedy, must="have")
         return torch.from_numpy(stream[: count * length].astype(np.int64)).reshape(count, length)
 
     def frequencies(self) -> Int[np.ndarray, " type"]:
