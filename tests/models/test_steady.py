@@ -13,7 +13,7 @@ from joma import noise
 from joma.arguments import InputError
 from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
-from joma.train import Optimiser, fit
+from joma.train import Optimiser, Record, Saving, fit
 
 CONFIG = DecoderConfig(
     vocabulary=11, width=8, layers=3, heads=2, hidden=6, length=7, norm="post", positions="sinusoidal", init="encoder"
@@ -147,13 +147,14 @@ def trained(folder=None, stop=None):
         model.set_step(step)
         return model.surprisal(TOKENS, TARGET, noise=noise.key(torch.arange(2), step)).mean((1, 2))
 
-    def record(model, step):
+    def measure(model, step):
         del step
         with torch.no_grad():
             return {"attention": torch.stack([weights.flatten(1) for weights in attention(model)], 1)}
 
-    options = {"steps": 10, "save": range(10), "checkpoints": folder, "record": record, "gradients": False}
-    return fit(model, loss, optimiser=Optimiser("adam", 1e-2), dims={"attention": ("layer", "number")}, **options)
+    record = Record(measure, dims={"attention": ("layer", "number")}, gradients=False)
+    saving = None if folder is None else Saving(folder, at=range(10))
+    return fit(model, loss, optimiser=Optimiser("adam", 1e-2), steps=10, record=record, saving=saving)
 
 
 def test_attention_freezes_in_training_and_a_resumed_run_has_the_same_numbers(tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 from decoder_formulas import JOMA, WIKITEXT, config_options, draw_tokens, formulas, generators, make
 from joma import noise
 from joma.arguments import InputError
-from joma.models.transformer import CHOICES, SITES, Decoder, DecoderConfig
+from joma.models.transformer import CHOICES, SITES, Decoder, DecoderConfig, Layer
 
 
 @settings(max_examples=40)
@@ -170,6 +170,19 @@ def before_last_mlp(model, activations):
     """Return the residual stream between attention and MLP of the last layer."""
     layer, x = model.layers[2], activations["residual"][2]
     return layer.norms[0](x + (activations["attention"][2] @ layer.attention.value(x)[:, :, None])[:, :, 0])
+
+
+# ---- what a training loop may compile ----
+
+
+def test_all_layers_are_compiled_and_their_matrices_read_by_products_alone():
+    model = make(WIKITEXT)
+    compiled, products = model.compiled_modules(), model.product_weights()
+    assert [*model.layers] == [module for module in compiled if isinstance(module, Layer)]
+    matrices = {name for name, parameter in model.layers.named_parameters(prefix="layers") if parameter.ndim == 3}
+    assert set(products) == matrices
+    for name, (module, attribute) in products.items():
+        assert getattr(module, attribute) is model.get_parameter(name)
 
 
 # ---- multiplicities ----
