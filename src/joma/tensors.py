@@ -1,4 +1,4 @@
-"""Numbers that a user gives, as tensors."""
+"""Turn the values of users into tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from joma.arguments import InputError
 
 
 def as_tensor(name: str, value: Any, *, expected: str, remedy: str) -> Tensor:
-    """Return a tensor, an array or nested lists as a tensor, or say that they are none.
+    """Return a tensor, an array or nested lists as a tensor; raise `InputError` for anything else.
+
+    Args:
+        name: the argument, for the error.
+        value: what the user gave. A tensor is returned as it is, an array is copied.
+        expected, remedy: parts of the error: what the argument must be, and what to do.
 
     >>> as_tensor("pairs", [[1, 2]], expected="pairs", remedy="give some")
     tensor([[1, 2]])
@@ -21,7 +26,8 @@ def as_tensor(name: str, value: Any, *, expected: str, remedy: str) -> Tensor:
     joma.arguments.InputError: `pairs` must be pairs, got a list (expected sequence of length 2 at dim 1 (got 1)); ...
     """
     try:
-        return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value)  # torch warns of read-only
+        # Arrays are copied, as torch warns about those that are read-only.
+        return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value)
     except (TypeError, ValueError, RuntimeError) as cause:
         got = f"a {type(value).__name__} ({str(cause).splitlines()[0]})"
         raise InputError(name, expected, got, remedy) from None
