@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+TOKENS = torch.tensor([[5, 3, 8, 1, 9, 2, 7], [4, 4, 6, 0, 2, 8, 5]])
+
 
 def random_normal(*shape: int, seed: int = 0) -> Tensor:
     """Return standard normal numbers."""
@@ -80,3 +83,56 @@ def neox(seed: int = 0, **changes: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**options)).eval()
+
+
+def llama_decoder() -> tuple[Any, str]:
+    """Return a Llama with grouped-query attention, and the pattern of its layers' names."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=10, num_key_value_heads=2, max_position_embeddings=16, **SIZES)
+    return LlamaForCausalLM(config), "model.layers.{}.self_attn"
+
+
+def neox_decoder() -> tuple[Any, str]:
+    """Return a GPT-NeoX, and the pattern of its layers' names."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(vocab_size=10, max_position_embeddings=16, **SIZES)
+    return GPTNeoXForCausalLM(config), "gpt_neox.layers.{}.attention"
+
+
+def opt_decoder() -> tuple[Any, str]:
+    """Return an OPT, and the pattern of its layers' names."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=10,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+    )
+    return OPTForCausalLM(config), "model.decoder.layers.{}.self_attn"
+
+
+def gpt2_decoder() -> tuple[Any, str]:
+    """Return a GPT-2, and the pattern of its layers' names."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=10, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1)
+    return GPT2LMHeadModel(config), "transformer.h.{}.attn"
+
+
+DECODERS = {"llama": llama_decoder, "neox": neox_decoder, "opt": opt_decoder, "gpt2": gpt2_decoder}
+
+
+def eager_entropies(model: Any, layer_names: str, **inputs: Tensor) -> dict[str, Tensor]:
+    """Return the entropies [batch, head, query] by layer, from the matrices that eager attention returns."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        matrices = model(**inputs, output_attentions=True).attentions
+    model.set_attn_implementation(before)
+    return {layer_names.format(index): textbook_entropy(matrix) for index, matrix in enumerate(matrices)}

@@ -1,4 +1,4 @@
-"""The callback in the Trainer's own loop: what it logs, what it keeps, and that training does not notice it."""
+"""The callback in a Trainer: what it logs, what it records, and that it does not change the training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import joma
-from joma.arguments import InputError
+from joma.arguments import InputError, StateError
 from joma.watch import Recorder
-from joma.watch.hf import EntropyCallback, _caller
+from joma.watch.hf import EntropyCallback, _calling_trainer
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 EXAMPLES = [
@@ -34,14 +34,14 @@ def model(dropout: float = 0.1) -> nn.Module:
 
 
 class Listener(TrainerCallback):
-    """In the place of TensorBoard and the like: keeps what it is told to log."""
+    """A logger in place of TensorBoard and the like, which keeps the logs."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, dict[str, float]]] = []
+        self.logs: list[tuple[int, dict[str, float]]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         del args, control, kwargs
-        self.told.append((state.global_step, dict(logs)))
+        self.logs.append((state.global_step, dict(logs)))
 
 
 def trainer(path: Path, callbacks: list[TrainerCallback], *, steps: int = 5, data: Any = EXAMPLES) -> Trainer:
@@ -59,26 +59,26 @@ def trainer(path: Path, callbacks: list[TrainerCallback], *, steps: int = 5, dat
     )
     built = Trainer(model=model(), args=args, train_dataset=data, callbacks=callbacks)
     built.remove_callback(
-        next(type(each) for each in built.callback_handler.callbacks if "Printer" in type(each).__name__)
+        next(type(other) for other in built.callback_handler.callbacks if "Printer" in type(other).__name__)
     )
     return built
 
 
-def test_probes_reach_every_log_at_their_own_step(tmp_path: Path) -> None:
+def test_every_probe_reaches_every_log_at_its_step(tmp_path: Path) -> None:
     before, after, callback = Listener(), Listener(), EntropyCallback(at=(0, 1, 3))
     built = trainer(tmp_path, [before, callback, after])
     built.train()
     names = {f"attention_entropy{kind}/gpt_neox.layers.{layer}.attention" for kind in ("", "_min") for layer in (0, 1)}
-    for told in (before.told, after.told, [(each["step"], each) for each in built.state.log_history]):
-        probes = {step: logs for step, logs in told if names <= set(logs)}
+    for logged in (before.logs, after.logs, [(record["step"], record) for record in built.state.log_history]):
+        probes = {step: logs for step, logs in logged if names <= set(logs)}
         assert sorted(probes) == [0, 1, 3, 5]
         for step, logs in probes.items():
-            kept = callback.trajectory.sel(step=step)
-            for layer in kept.layer.values:
-                assert logs[f"attention_entropy/{layer}"] == pytest.approx(float(kept.entropy.sel(layer=layer).mean()))
-            for weight in kept.weight.values:
-                assert logs[f"stable_rank/{weight}"] == float(kept.stable_rank.sel(weight=weight))
-        assert any("loss" in logs for _, logs in told)
+            probe = callback.trajectory.sel(step=step)
+            for layer in probe.layer.values:
+                assert logs[f"attention_entropy/{layer}"] == pytest.approx(float(probe.entropy.sel(layer=layer).mean()))
+            for weight in probe.weight.values:
+                assert logs[f"stable_rank/{weight}"] == float(probe.stable_rank.sel(weight=weight))
+        assert any("loss" in logs for _, logs in logged)
     assert callback.trajectory.sizes["head"] == 2
     assert len(np.unique(callback.trajectory.entropy.isel(layer=0, head=0))) == 4
     callback.save(tmp_path / "watch.nc")
@@ -86,29 +86,29 @@ def test_probes_reach_every_log_at_their_own_step(tmp_path: Path) -> None:
 
 
 def test_training_ends_with_the_same_bits(tmp_path: Path) -> None:
-    ends = []
+    models = []
     for callbacks in ([], [EntropyCallback(at=lambda _: True)]):
-        built = trainer(tmp_path, callbacks)  # it seeds the global generators
+        built = trainer(tmp_path, callbacks)  # seeds the global generators
         built.train()
-        ends.append(built.model)
-    for own, other in zip(*(model.parameters() for model in ends), strict=True):
-        assert torch.equal(own, other)
+        models.append(built.model)
+    for plain, watched in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(plain, watched)
 
 
-def test_the_probe_is_the_first_examples_and_its_padding_does_not_count(tmp_path: Path) -> None:
+def test_the_default_probe_batch_is_the_first_examples_without_their_padding(tmp_path: Path) -> None:
     callback = EntropyCallback(at=(0,), ranks=False)
     built = trainer(tmp_path, [], steps=1)
     built.add_callback(callback)
     start = model()
     built.train()
-    batch = {name: torch.stack([each[name] for each in EXAMPLES[:4]]) for name in EXAMPLES[0]}
+    batch = {name: torch.stack([example[name] for example in EXAMPLES[:4]]) for name in EXAMPLES[0]}
     recorder = Recorder(start, batch, rows=batch["attention_mask"], ranks=False)
     recorder(0)
-    found = callback.trajectory.sel(step=[0])
-    np.testing.assert_allclose(found.entropy, recorder.dataset().entropy, rtol=1e-6)
+    trajectory = callback.trajectory.sel(step=[0])
+    np.testing.assert_allclose(trajectory.entropy, recorder.dataset().entropy, rtol=1e-6)
     given = EntropyCallback({name: value[:2] for name, value in batch.items()}, at=(0,), ranks=False)
     trainer(tmp_path, [given], steps=1).train()
-    assert not np.allclose(given.trajectory.sel(step=0).entropy, found.entropy.isel(step=0))
+    assert not np.allclose(given.trajectory.sel(step=0).entropy, trajectory.entropy.isel(step=0))
 
 
 def test_a_second_training_begins_a_new_trajectory(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ class Stream(IterableDataset):
 def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"`options` must be one of at, .*, got 'evry'"):
         EntropyCallback(evry=3)
-    with pytest.raises(InputError, match="`trajectory` must be asked for once training has begun"):
+    with pytest.raises(StateError, match="`EntropyCallback` has no trajectory before training has begun; train first"):
         _ = EntropyCallback().trajectory
     with pytest.raises(InputError, match="`batch` must be given for a streamed training set"):
         trainer(tmp_path, [EntropyCallback()], data=Stream()).train()
@@ -135,8 +135,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     callback = EntropyCallback(batch, ranks=False)
     trainer(tmp_path, [callback], data=Stream(), steps=2).train()
     assert callback.trajectory.step.values.tolist() == [0, 2]
-    with pytest.raises(InputError, match=r"called by a `transformers.Trainer`.*use `joma.watch.Recorder`"):
-        _caller()
+    with pytest.raises(StateError, match=r"must be called by a `transformers.Trainer`; use `joma.watch.Recorder`"):
+        _calling_trainer()
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +147,12 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
         _ = joma.watch.hf
 
 
-def test_a_decoder_beside_an_encoder_counts_all_rows() -> None:
-    from joma.watch.hf import _rows
+def test_for_an_encoder_decoder_all_rows_count() -> None:
+    from joma.watch.hf import _query_mask
 
     mask: Tensor = torch.ones(2, 3)
-    plain, both = nn.Linear(1, 1), nn.Linear(1, 1)
-    both.config = type("Config", (), {"is_encoder_decoder": True})
-    assert _rows(plain, {"attention_mask": mask}) is mask
-    assert _rows(both, {"attention_mask": mask}) is None
-    assert _rows(plain, {"attention_mask": mask[None]}) is None
+    plain, encoder_decoder = nn.Linear(1, 1), nn.Linear(1, 1)
+    encoder_decoder.config = type("Config", (), {"is_encoder_decoder": True})
+    assert _query_mask(plain, {"attention_mask": mask}) is mask
+    assert _query_mask(encoder_decoder, {"attention_mask": mask}) is None
+    assert _query_mask(plain, {"attention_mask": mask[None]}) is None

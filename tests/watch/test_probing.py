@@ -16,7 +16,7 @@ from joma.probes.entropy import shannon_entropy
 from joma.probes.orthogonality import cosine_orthogonality
 from joma.watch import Checkpoints, audit, loading, probing, weight_files
 from joma.watch.probing import EMBEDDING, _natural_order, measure_weights, probe
-from joma.watch.recorder import LOWER
+from joma.watch.recorder import LOWER_MATRIX
 from joma.watch.series import Store
 from tiny_models import neox
 
@@ -294,7 +294,7 @@ def test_architectures_name_their_lower_matrices_and_embeddings(kind, lower):
     name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     with torch.random.fork_rng():
         state = getattr(transformers, name)(config).state_dict()
-    assert lower in [name for name in state if re.search(LOWER, name)]
+    assert lower in [name for name in state if re.search(LOWER_MATRIX, name)]
     (embedding,) = [name for name in state if EMBEDDING.search(name)]
     assert state[embedding].shape[0] == 64
 

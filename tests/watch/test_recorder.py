@@ -1,4 +1,4 @@
-"""The recorder: when it probes, what it keeps, what it leaves alone, and what it warns of."""
+"""The recorder: when it probes, what it records, what it must not change, and when it warns."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 import joma
 from joma import schedule
-from joma.arguments import InputError
+from joma.arguments import InputError, StateError
 from joma.watch import EntropyCollapse, RankCollapse, Recorder
-from joma.watch.recorder import doubling, known_options, same_random_numbers
+from joma.watch.recorder import check_options, doubling, preserve_random_state
 
-SILENT = {"patience": 10**6}
+NO_WARNINGS = {"patience": 10**6}
 
 
 class Model(nn.Module):
-    """One causal head a block of two; `sharpness` scales the logits: 0 is uniform attention."""
+    """Causal attention with two heads; `sharpness` scales the logits of the second: 0 is uniform attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ TOKENS = torch.tensor([[0, 1, 2, 3, 4], [4, 2, 0, 5, 1]])
 @given(total=st.integers(0, 400), count=st.integers(2, 30), start=st.integers(0, 3))
 def test_the_steps_of_the_policy_are_probed_and_no_others(total: int, count: int, start: int) -> None:
     policy = schedule.logarithmic(count, total)
-    recorder = Recorder(Model(), TOKENS, at=policy, ranks=False, **SILENT)
+    recorder = Recorder(Model(), TOKENS, at=policy, ranks=False, **NO_WARNINGS)
     recorder.probe = lambda step: {"step": step}  # type: ignore[method-assign]
-    found = [recorder(step).get("step") for step in range(start, total + 1)]
-    assert [step for step in found if step is not None] == [step for step in policy if step >= start]
+    probed = [recorder(step).get("step") for step in range(start, total + 1)]
+    assert [step for step in probed if step is not None] == [step for step in policy if step >= start]
 
 
 def test_the_default_policy_is_dense_at_the_start() -> None:
@@ -59,8 +59,8 @@ def test_the_default_policy_is_dense_at_the_start() -> None:
     assert due == [0, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 3000, 4000, 5000]
 
 
-def test_a_step_that_was_jumped_over_is_made_good() -> None:
-    recorder = Recorder(Model(), TOKENS, at=(0, 5, 20), ranks=False, **SILENT)
+def test_a_skipped_step_is_probed_at_the_next_call() -> None:
+    recorder = Recorder(Model(), TOKENS, at=(0, 5, 20), ranks=False, **NO_WARNINGS)
     for step in (0, 3, 7, 9, 25):
         recorder(step)
     assert recorder.dataset().step.values.tolist() == [0, 7, 25]
@@ -72,93 +72,96 @@ def test_a_step_that_was_jumped_over_is_made_good() -> None:
 
 def test_the_trajectory_is_labelled_and_uniform_attention_has_its_known_entropy(tmp_path: Path) -> None:
     model = Model()
-    recorder = Recorder(model, TOKENS, at=lambda _: True, **SILENT)
+    recorder = Recorder(model, TOKENS, at=lambda _: True, **NO_WARNINGS)
     first = recorder(0)
     with torch.no_grad():
         model.mlp.weight.copy_(torch.eye(12, 8))
     recorder(1)
-    found = recorder.dataset()
-    assert dict(found.sizes) == {"step": 2, "layer": 1, "head": 2, "weight": 1}
+    trajectory = recorder.dataset()
+    assert dict(trajectory.sizes) == {"step": 2, "layer": 1, "head": 2, "weight": 1}
     uniform = math.lgamma(6) / 5  # the mean of ln 1 … ln 5
-    np.testing.assert_allclose(found.entropy.sel(layer="Model", head=1), uniform, rtol=1e-5)
-    np.testing.assert_allclose(found.effective_tokens.sel(layer="Model", head=1), 3.0, rtol=1e-5)
-    np.testing.assert_allclose(found.stable_rank.sel(weight="mlp.weight", step=1), 8.0, rtol=1e-3)
+    np.testing.assert_allclose(trajectory.entropy.sel(layer="Model", head=1), uniform, rtol=1e-5)
+    np.testing.assert_allclose(trajectory.effective_tokens.sel(layer="Model", head=1), 3.0, rtol=1e-5)
+    np.testing.assert_allclose(trajectory.stable_rank.sel(weight="mlp.weight", step=1), 8.0, rtol=1e-3)
     keys = {"attention_entropy/Model", "attention_entropy_min/Model", "stable_rank/mlp.weight"}
     assert set(first) == keys
-    assert first["attention_entropy_min/Model"] == found.entropy.sel(step=0).min()
-    assert first["attention_entropy/Model"] == pytest.approx(float(found.entropy.sel(step=0).mean()))
+    assert first["attention_entropy_min/Model"] == trajectory.entropy.sel(step=0).min()
+    assert first["attention_entropy/Model"] == pytest.approx(float(trajectory.entropy.sel(step=0).mean()))
     recorder.save(tmp_path / "deep" / "watch.nc")
     again = joma.open_run(tmp_path / "deep" / "watch.nc")
-    assert again.drop_attrs().identical(found.drop_attrs())
-    assert again.attrs["torch_version"] == torch.__version__
+    assert again.drop_attrs().identical(trajectory.drop_attrs())
+    stored, running = (text.partition("+")[0] for text in (again.attrs["torch_version"], torch.__version__))
+    assert stored == running  # builds for CUDA add a suffix to `torch.__version__`, and not to the package's metadata
 
 
-def test_a_probe_leaves_flags_gradients_statistics_and_random_numbers_alone() -> None:
+def test_a_probe_changes_no_flags_gradients_statistics_or_random_numbers() -> None:
     model = Model().train()
     model.norm.eval()
     model(TOKENS).sum().backward()
-    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     gradient = model.mlp.weight.grad.clone()
     torch.manual_seed(0)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(0)
-    Recorder(model, TOKENS, **SILENT)(0)
-    assert torch.equal(torch.rand(3), wanted)
+    Recorder(model, TOKENS, **NO_WARNINGS)(0)
+    assert torch.equal(torch.rand(3), expected)
     assert (model.training, model.drop.training, model.norm.training) == (True, True, False)
     assert torch.equal(model.mlp.weight.grad, gradient)
-    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     model.forward = lambda _: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        Recorder(model, TOKENS, **SILENT)(0)
+        Recorder(model, TOKENS, **NO_WARNINGS)(0)
     assert (model.training, model.drop.training, model.norm.training) == (True, True, False)
 
 
-def test_batches_of_each_kind_and_a_forward_of_ones_own() -> None:
+def test_every_kind_of_batch_and_a_custom_forward() -> None:
     model, shift = Model(), torch.full((2, 5, 8), 0.3)
     batches = [(TOKENS, shift), [TOKENS, shift], {"tokens": TOKENS, "shift": shift}]
-    found = [Recorder(model, batch, **SILENT)(0) for batch in batches]
-    own = Recorder(model, TOKENS, forward=lambda model, tokens: model(tokens, shift), **SILENT)(0)
-    assert found == [own] * 3
-    assert Recorder(model, TOKENS, **SILENT)(0) != own
+    scalars = [Recorder(model, batch, **NO_WARNINGS)(0) for batch in batches]
+    custom = Recorder(model, TOKENS, forward=lambda model, tokens: model(tokens, shift), **NO_WARNINGS)(0)
+    assert scalars == [custom] * 3
+    assert Recorder(model, TOKENS, **NO_WARNINGS)(0) != custom
     rows = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 1, 1]])
-    recorder = Recorder(model, TOKENS, rows=rows, **SILENT)
+    recorder = Recorder(model, TOKENS, rows=rows, **NO_WARNINGS)
     recorder(0)
-    wanted = (2 * math.log(5) + math.log(4)) / 3
-    assert float(recorder.dataset().entropy.sel(head=1)[0, 0]) == pytest.approx(wanted, rel=1e-5)
+    expected = (2 * math.log(5) + math.log(4)) / 3
+    assert float(recorder.dataset().entropy.sel(head=1)[0, 0]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_weights_are_chosen_by_name_and_embeddings_only_when_named() -> None:
     model = Model()
-    assert Recorder(model, TOKENS).weights == ("mlp.weight",)  # none has a usual name
+    assert Recorder(model, TOKENS).weights == ("mlp.weight",)  # no matrix has a usual name
     block = nn.TransformerEncoderLayer(8, 2, 16)
     assert Recorder(block, TOKENS).weights == ("linear1.weight",)
     assert Recorder(model, TOKENS, ranks="embed|mlp").weights == ("embed.weight", "mlp.weight")
     assert Recorder(model, TOKENS, ranks=False).weights == ()
-    with pytest.raises(InputError, match=r"`ranks` must be a pattern .* got 'atention'; there are embed.weight, mlp"):
+    with pytest.raises(
+        InputError, match=r"`ranks` must be a pattern .* got 'atention'; the matrices are embed.weight, mlp"
+    ):
         Recorder(model, TOKENS, ranks="atention")
     tied = nn.ModuleDict({"head": nn.Linear(8, 6, bias=False), "embed": nn.Embedding(6, 8)})
     tied["head"].weight = tied["embed"].weight
     assert Recorder(tied, TOKENS).weights == ()
 
 
-def test_a_collapse_of_entropy_is_said_once_and_names_layer_and_head() -> None:
+def test_a_collapse_of_entropy_gives_one_warning_with_layer_and_head() -> None:
     model = nn.ModuleDict({"inner": Model()})
     recorder = Recorder(model, TOKENS, at=lambda _: True, ranks=False, patience=2, forward=lambda m, b: m["inner"](b))
     low = [False, True, False, True, True, True, False, True, True]
-    said = []
+    given = []
     for step, sharp in enumerate(low):
         model["inner"].sharpness = 300.0 if sharp else 0.0
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             recorder(step)
-        said += [(step, each) for each in caught]
-    ((step, warning),) = said
+        given += [(step, warning) for warning in caught]
+    ((step, warning),) = given
     assert step == 4
     assert issubclass(warning.category, EntropyCollapse)
     assert "layer 'inner', head 1, has collapsed" in str(warning.message)
 
 
-def test_a_collapse_of_rank_is_said_once_and_a_weight_that_began_so_has_not_collapsed() -> None:
+def test_a_collapse_of_rank_gives_one_warning_and_none_for_a_weight_that_began_low() -> None:
     model = Model()
     model.thin = nn.Linear(1, 4)
     recorder = Recorder(model, TOKENS, at=lambda _: True, patience=2, floor=0.0)
@@ -171,28 +174,28 @@ def test_a_collapse_of_rank_is_said_once_and_a_weight_that_began_so_has_not_coll
     recorder(3)
 
 
-def test_random_numbers_of_all_three_sources_come_back() -> None:
+def test_the_random_state_of_all_three_generators_is_preserved() -> None:
     def numbers() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    wanted = numbers()
+    expected = numbers()
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
     torch.set_rng_state(states[2])
-    with same_random_numbers():
-        assert numbers() == wanted
+    with preserve_random_state():
+        assert numbers() == expected
         numbers()
-    assert numbers() == wanted
+    assert numbers() == expected
 
 
-def test_a_number_means_every_so_many_steps() -> None:
-    recorder = Recorder(Model(), TOKENS, at=4, ranks=False, **SILENT)
+def test_a_number_is_an_interval_in_steps() -> None:
+    recorder = Recorder(Model(), TOKENS, at=4, ranks=False, **NO_WARNINGS)
     assert [step for step in range(10) if recorder(step)] == [0, 4, 8]
 
 
 def test_options_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside the tests
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is outside the tests
     bad = {
         "at": [0, -1, 2.5, True, "often", object(), [1, -2]],
         "precision": ["low", 3],
@@ -206,14 +209,14 @@ def test_options_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(InputError, match=f"`{name}` must be"):
                 Recorder(Model(), TOKENS, **{name: value})
             with pytest.raises(InputError, match=f"`{name}` must be"):
-                known_options({name: value})
+                check_options({name: value})
     with pytest.raises(InputError, match=r"`model` must be a `torch.nn.Module`, got str"):
         Recorder("gpt2", TOKENS)
-    kept = {"at": 100, "ranks": "mlp", "precision": "high", "forward": None}
-    assert known_options(kept) == kept
+    valid = {"at": 100, "ranks": "mlp", "precision": "high", "forward": None}
+    assert check_options(valid) == valid
 
 
-def test_a_model_that_diverged_is_recorded_without_a_word() -> None:
+def test_a_diverged_model_is_recorded_without_a_warning() -> None:
     model = Model()
     model.sharpness = math.nan
     recorder = Recorder(model, TOKENS, at=1, ranks=False)
@@ -225,11 +228,11 @@ def test_a_model_that_diverged_is_recorded_without_a_word() -> None:
 def test_bad_input_is_named() -> None:
     model = Model()
     model.norm = nn.Identity()
-    with pytest.raises(InputError, match="`batch` must be texts of at least two tokens, got 1"):
+    with pytest.raises(InputError, match="`batch` must be sequences of at least two tokens, got 1"):
         Recorder(model, TOKENS[:, :1], ranks=False)(0)
-    with pytest.raises(InputError, match="one that calls scaled-dot-product attention, got Linear"):
+    with pytest.raises(InputError, match="`model` must call scaled-dot-product attention, got Linear"):
         Recorder(nn.Linear(2, 2), torch.zeros(1, 2))(0)
-    with pytest.raises(InputError, match="`recorder` must be one that has probed"):
+    with pytest.raises(StateError, match="`recorder` has no probe yet; call it at a step that is due"):
         Recorder(model, TOKENS).dataset()
     with pytest.raises(InputError, match="`patience`"):
         Recorder(model, TOKENS, patience=0)

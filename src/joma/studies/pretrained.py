@@ -25,7 +25,7 @@ from joma.report.figure import band, canvas, evenly_spaced, letters, measured
 from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most
 from joma.watch.loading import quiet, transformers
 from joma.watch.probing import ProbeResult, probe
-from joma.watch.recorder import same_random_numbers
+from joma.watch.recorder import preserve_random_state
 from joma.watch.series import Checkpoints, Store
 
 OWN = "tiny GPT-NeoX"
@@ -154,7 +154,7 @@ def trained(config: Config, seed: int, folder: Path, work: Task) -> None:
         "dataloader_pin_memory": False,
         "use_cpu": True,
     }
-    with same_random_numbers(), quiet():
+    with preserve_random_state(), quiet():
         trainer = hf.Trainer(
             model_init=lambda: hf.GPTNeoXForCausalLM(_architecture(config)),
             args=hf.TrainingArguments(**options),

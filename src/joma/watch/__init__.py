@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from joma.watch import hf, lightning
     from joma.watch.recorder import EntropyCollapse, RankCollapse, Recorder
-    from joma.watch.sdpa import AttentionSwitched, Recording, attention
+    from joma.watch.sdpa import Recording, attention
     from joma.watch.series import Checkpoints
+    from joma.watch.switches import AttentionSwitched
 
 __all__ = [
     "AttentionSwitched",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AttentionSwitched": "joma.watch.sdpa",
+    "AttentionSwitched": "joma.watch.switches",
     "Checkpoints": "joma.watch.series",
     "EntropyCollapse": "joma.watch.recorder",
     "RankCollapse": "joma.watch.recorder",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from joma.arguments import InputError
-from joma.watch.recorder import Probing, Recorder, known_options, same_random_numbers
+from joma.arguments import InputError, StateError
+from joma.watch.recorder import Recorder, RecorderCallback, check_options, preserve_random_state
 
 try:
     from transformers.trainer_callback import TrainerCallback
@@ -19,43 +19,44 @@ except ImportError:
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-MOST = 4  # examples in a probe that was not given: rows enough for a mean, and less than a training step's work
+MAX_EXAMPLES = 4  # in the default probe batch: enough for a mean, and cheaper than a training step
 
 
-class EntropyCallback(Probing, TrainerCallback):
-    """Record attention entropy and stable rank while a `Trainer` trains, and log them as the Trainer logs.
+class EntropyCallback(RecorderCallback, TrainerCallback):
+    """Record attention entropy and stable rank while a `Trainer` trains, and log them through the Trainer.
 
-    What is logged reaches all that the Trainer reports to (TensorBoard, W&B, MLflow, trackio) and its `log_history`:
-    for each layer the mean and the least entropy over its heads, and each stable rank. `trajectory` keeps every head.
+    The logs go to everything that the Trainer reports to (TensorBoard, W&B, MLflow, trackio) and to its `log_history`:
+    for each layer the mean and the minimum entropy over its heads, and each stable rank. `trajectory` has every head.
 
     Args:
         batch: the fixed probe batch, a mapping of the model's arguments; by default the first examples of the training
-            set, at most four, put together by the Trainer's own collator. Its `attention_mask` says which rows count.
+            set, at most four, collated by the Trainer's collator. Its `attention_mask` selects the query positions that
+            count.
         options: as for `joma.watch.Recorder`: `at`, `forward`, `ranks`, `rows`, `precision`, `floor`, `patience` …
 
     >>> callback = EntropyCallback(at=[0, 100, 1000], ranks=False)
     """
 
     def __init__(self, batch: Mapping[str, Any] | None = None, **options: Any) -> None:
-        self.batch, self.options = batch, known_options(options)
+        self.batch, self.options = batch, check_options(options)
         self._trainer: Trainer | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Choose the batch, and probe before the first step."""
+        """Choose the probe batch, and probe before the first step."""
         del control
-        self._trainer = _caller()
+        self._trainer = _calling_trainer()
         model = kwargs["model"]
         batch = self.batch
         if batch is None:
-            batch = _first_examples(kwargs["train_dataloader"], min(MOST, args.per_device_train_batch_size))
-        options = {"rows": _rows(model, batch), **self.options}
+            batch = _first_examples(kwargs["train_dataloader"], min(MAX_EXAMPLES, args.per_device_train_batch_size))
+        options = {"rows": _query_mask(model, batch), **self.options}
         self.recorder = Recorder(model, batch, **options)
         self._log(self.recorder(state.global_step))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Probe if due, and at the last step."""
+        """Probe if the step is due, and at the last step."""
         del args, kwargs
         if self.recorder is not None:
             last = state.global_step >= state.max_steps or control.should_training_stop
@@ -67,33 +68,35 @@ class EntropyCallback(Probing, TrainerCallback):
             self._trainer.log(dict(scalars))
 
 
-def _caller() -> Trainer:
-    """The Trainer under way: it hands its callbacks everything but itself, and `Trainer.log` is the way to all logs."""
-    from transformers import Trainer  # seconds, and whoever gets here has loaded it
+def _calling_trainer() -> Trainer:
+    """Return the Trainer that calls this callback.
+
+    A Trainer passes everything but itself to its callbacks, and only `Trainer.log` reaches all logs: search the stack.
+    """
+    from transformers import Trainer  # takes seconds, unless it has been imported already, as it has here
 
     frame = inspect.currentframe()
     while frame is not None:
-        own = frame.f_locals.get("self")
-        if isinstance(own, Trainer):
-            return own
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
         frame = frame.f_back
-    raise InputError(
-        "EntropyCallback", "called by a `transformers.Trainer`", "another caller", "use `joma.watch.Recorder`"
-    )
+    remedy = "use `joma.watch.Recorder` in another training loop"
+    raise StateError("EntropyCallback", "must be called by a `transformers.Trainer`", remedy)
 
 
 def _first_examples(loader: Any, count: int) -> Mapping[str, Any]:
-    """The first `count` examples, collated. Starting the loader itself would draw random numbers."""
-    data: Any = getattr(loader, "dataset", None)
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        got = f"a training set without indices, {type(data).__name__}"
+    """Return the first `count` examples, collated; iterating over the loader would draw random numbers."""
+    dataset: Any = getattr(loader, "dataset", None)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        got = f"a training set without indices, {type(dataset).__name__}"
         raise InputError("batch", "given for a streamed training set", got, "pass `batch=` to the callback")
-    with same_random_numbers():
-        return loader.collate_fn([data[index] for index in range(min(count, len(data)))])
+    with preserve_random_state():
+        return loader.collate_fn([dataset[index] for index in range(min(count, len(dataset)))])
 
 
-def _rows(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
-    """The tokenizer's mask marks queries as well as keys, unless the model has a decoder of its own beside."""
+def _query_mask(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
+    """Return the tokenizer's mask, which marks queries as well as keys unless the model is an encoder-decoder."""
     mask = batch.get("attention_mask")
-    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return mask if isinstance(mask, Tensor) and mask.ndim == 2 and not both else None
+    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 and not encoder_decoder else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from joma.arguments import InputError
-from joma.watch.recorder import Probing, Recorder, call, known_options
+from joma.watch.recorder import Recorder, RecorderCallback, call_model, check_options
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,11 +23,11 @@ else:
             raise InputError("lightning", "installed", "no such package", remedy) from None
 
 
-class EntropyCallback(Probing, Callback):
+class EntropyCallback(RecorderCallback, Callback):
     """Record attention entropy and stable rank while a Lightning `Trainer` trains, and log them to its loggers.
 
-    Every probe is sent to each of `trainer.loggers` at its own step: `log_dict` would drop those between two multiples
-    of `log_every_n_steps`. `trajectory` keeps every head.
+    Every probe goes directly to each of `trainer.loggers`: `log_dict` would drop the probes between two multiples of
+    `log_every_n_steps`. `trajectory` has every head.
 
     Args:
         batch: the fixed probe batch; by default the first training batch.
@@ -41,15 +41,15 @@ class EntropyCallback(Probing, Callback):
     def __init__(
         self, batch: Any = None, *, forward: Callable[[nn.Module, Any], object] | None = None, **options: Any
     ) -> None:
-        self.batch, self.options = batch, {"forward": forward or _inputs_first, **known_options(options)}
+        self.batch, self.options = batch, {"forward": forward or _call_on_inputs, **check_options(options)}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A new training begins a new trajectory."""
+        """Start a new trajectory."""
         del trainer, pl_module
         self.recorder = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep the first batch, and probe before the first step."""
+        """Probe before the first step; the first batch is the default probe batch."""
         del batch_idx
         if self.recorder is None:
             self.recorder = Recorder(pl_module, batch if self.batch is None else self.batch, **self.options)
@@ -58,7 +58,7 @@ class EntropyCallback(Probing, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Probe if due."""
+        """Probe if the step is due."""
         del pl_module, outputs, batch, batch_idx
         if self.recorder is not None:
             self._log(trainer, self.recorder(trainer.global_step))
@@ -74,5 +74,6 @@ class EntropyCallback(Probing, Callback):
             logger.log_metrics(scalars, step=trainer.global_step)
 
 
-def _inputs_first(module: nn.Module, batch: Any) -> object:
-    return module(batch[0]) if isinstance(batch, tuple | list) else call(module, batch)
+def _call_on_inputs(module: nn.Module, batch: Any) -> object:
+    """Call the module on the inputs of a batch: the first part of a tuple or list of inputs and targets."""
+    return module(batch[0]) if isinstance(batch, tuple | list) else call_model(module, batch)

@@ -27,7 +27,7 @@ from joma.probes.rank import stable_rank
 from joma.progress import SILENT, Progress
 from joma.watch.audit import NOT_FINITE_REMEDY, Audit, audit_series
 from joma.watch.loading import ONLY_WEIGHTS, default_text, encode, load, quiet
-from joma.watch.recorder import LOWER
+from joma.watch.recorder import LOWER_MATRIX
 from joma.watch.sdpa import attention
 from joma.watch.series import Checkpoint, Checkpoints, Fault, Measure, Store
 from joma.watch.weight_files import Unreadable
@@ -109,7 +109,7 @@ def measure_weights(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     One matrix at a time is in memory; of the embeddings only evenly spaced spans of rows are read.
     """
     matrices = [name for name in checkpoint.names() if len(checkpoint.shape(name)) == 2]
-    lower = sorted((name for name in matrices if re.search(LOWER, name)), key=_natural_order)
+    lower = sorted((name for name in matrices if re.search(LOWER_MATRIX, name)), key=_natural_order)
     ranks = [float(stable_rank(_finite(checkpoint, name, checkpoint.tensor(name, torch.float32)))) for name in lower]
     values = {"weight": _pack_names(lower), "stable_rank": np.array(ranks)} if lower else {}
     embeddings = [name for name in matrices if EMBEDDING.search(name)]

@@ -1,0 +1,111 @@
+"""What is switched while attention is watched: each switch warns once, and is undone afterwards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from joma.arguments import InputError
+from joma.watch import AttentionSwitched, attention, switches
+from tiny_models import (
+    TOKENS,
+    CausalBlock,
+    eager_entropies,
+    llama_decoder,
+    neox_decoder,
+    random_normal,
+    textbook_entropy,
+    with_large_weights,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_given_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switches, "_warned", set())
+
+
+def test_an_eager_model_uses_sdpa_inside_with_one_warning() -> None:
+    model, names = neox_decoder()
+    with_large_weights(model)
+    model.set_attn_implementation("eager")
+    plain = model(input_ids=TOKENS).logits
+    context = attention(model)
+    with pytest.warns(AttentionSwitched, match="'eager' is replaced by 'sdpa'"):
+        recording = context.__enter__()
+    assert model.config._attn_implementation == "sdpa"
+    inside = model(input_ids=TOKENS).logits
+    context.__exit__(None, None, None)
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(inside, plain, atol=1e-4, rtol=1e-4)
+    assert torch.equal(model(input_ids=TOKENS).logits, plain)
+    expected = eager_entropies(model, names, input_ids=TOKENS)
+    for layer, values in expected.items():
+        mean = torch.as_tensor(recording.entropy.sel(layer=layer).values[0])
+        torch.testing.assert_close(mean, values.double().mean((0, 2)), atol=2e-5, rtol=0)
+    with attention(model):  # a second warning would be an error
+        model(input_ids=TOKENS)
+
+    def fail_inside() -> None:
+        with attention(model):
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail_inside()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_that_cannot_use_sdpa_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = llama_decoder()
+    model.set_attn_implementation("eager")
+    monkeypatch.setattr(type(model), "_supports_sdpa", False)
+    with pytest.raises(InputError, match=r"LlamaForCausalLM with 'eager' attention .*attn_implementation='sdpa'"):
+        attention(model).__enter__()
+    assert model.config._attn_implementation == "eager"
+    old = nn.Linear(2, 2)
+    old.config = SimpleNamespace(_attn_implementation="flash_attention_2")
+    with pytest.raises(InputError, match="no `set_attn_implementation`"):
+        attention(old).__enter__()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_encoder_runs_without_its_fast_path_with_one_warning(padded: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = with_large_weights(nn.TransformerEncoder(layer, 2))
+    x = random_normal(2, 5, 8)
+    padding = torch.arange(5) >= torch.tensor([[3], [5]]) if padded else None
+    with torch.no_grad():
+        plain = encoder(x, src_key_padding_mask=padding)
+        message = "fast path.* up to rounding except for padded rows, which it may leave at 0, and as before"
+        with pytest.warns(AttentionSwitched, match=message), attention(encoder, reduce="none") as recording:
+            inside = encoder(x, src_key_padding_mask=padding)
+        with attention(encoder):
+            encoder(x, src_key_padding_mask=padding)
+        assert torch.equal(encoder(x, src_key_padding_mask=padding), plain)
+    actual = torch.ones(2, 5, dtype=torch.bool) if padding is None else ~padding
+    torch.testing.assert_close(inside[actual], plain[actual], atol=1e-5, rtol=1e-5)
+    assert bool((plain[~actual] == 0).all())
+    assert bool((inside[~actual] != 0).any()) == padded
+    assert torch.backends.mha.get_fastpath_enabled()
+    _, matrix = encoder.layers[0].self_attn(x, x, x, key_padding_mask=padding, average_attn_weights=False)
+    assert list(recording.passes[0]) == ["layers.0.self_attn", "layers.1.self_attn"]
+    torch.testing.assert_close(recording.passes[0]["layers.0.self_attn"], textbook_entropy(matrix), atol=2e-5, rtol=0)
+
+
+def test_a_compiled_model_runs_eagerly_inside() -> None:
+    model = nn.Sequential(with_large_weights(CausalBlock(scaled_dot_product_attention)))
+    compiled = torch.compile(model, backend="eager")
+    x = random_normal(1, 4, 8)
+    plain = compiled(x)
+    context = attention(compiled)
+    with pytest.warns(AttentionSwitched, match="compiled"):
+        recording = context.__enter__()
+    inside = compiled(x)
+    context.__exit__(None, None, None)
+    torch.testing.assert_close(inside, plain)
+    assert list(recording.passes[0]) == ["0"]
+    torch.testing.assert_close(compiled(x), plain)
