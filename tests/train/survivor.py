@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from joma.train import Optimiser, fit
+from joma.train import Optimiser, Record, Saving, fit
 
 STEPS = 400
 
@@ -47,11 +47,8 @@ def train(folder):
         loss,
         optimiser=Optimiser("adam", 0.01, weight_decay=1e-3, clip=0.5),
         steps=STEPS,
-        record=lambda model, _: {"a": model.a},
-        dims={"a": ("row", "column")},
-        at=range(0, STEPS + 1, 20),
-        checkpoints=folder,
-        save=range(0, STEPS, 7),
+        record=Record(lambda model, _: {"a": model.a}, at=range(0, STEPS + 1, 20), dims={"a": ("row", "column")}),
+        saving=Saving(folder, range(0, STEPS, 7)),
     )
     return {**{name: own.detach() for name, own in model.named_parameters()}, "loss": torch.tensor(run.loss.values),
             "recorded": torch.tensor(run.a.values)}  # fmt: skip

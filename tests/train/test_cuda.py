@@ -9,8 +9,7 @@ from torch import Tensor
 from joma import noise
 from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
-from joma.train import Optimiser, fit
-from joma.train import optimiser as module
+from joma.train import Compute, Optimiser, Record, Saving, fit, packed
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -18,7 +17,7 @@ pytestmark = [
 ]
 
 
-def trained(**options):
+def trained(*, gradients=True, **options):
     config = DecoderConfig(vocabulary=7, width=32, layers=2, heads=2, positions="learned", length=6)
     model = Decoder(config, generators=[torch.Generator().manual_seed(seed) for seed in range(3)]).cuda()
     tokens = torch.randint(7, (20, 6), generator=torch.Generator().manual_seed(0)).cuda()
@@ -27,11 +26,12 @@ def trained(**options):
         rows = tokens[(torch.arange(8, device="cuda") + step) % 20]
         return model.surprisal(rows[:, :-1], rows[:, 1:]).mean(dim=(1, 2))
 
-    def record(model: Decoder, _: int) -> dict[str, Tensor]:
+    def measure(model: Decoder, _: int) -> dict[str, Tensor]:
         return {"norm": model.layers[0].lower.weight.norm(dim=(1, 2))}  # pyright: ignore[reportAttributeAccessIssue]
 
     optimiser = Optimiser("adamw", 1e-2, weight_decay=0.01, clip=1.0)
-    return fit(model, loss, optimiser=optimiser, steps=30, at=(0, 3, 10, 29, 30), record=record, **options)
+    record = Record(measure, at=(0, 3, 10, 29, 30), gradients=gradients)
+    return fit(model, loss, optimiser=optimiser, steps=30, record=record, compute=Compute(**options))
 
 
 @pytest.mark.parametrize("precision", ["highest", "bf16"])
@@ -45,15 +45,15 @@ def test_a_recorded_step_may_be_a_replay(precision):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_halved_weights_train_as_whole_ones(monkeypatch, compiled):
     whole = trained(precision="bf16", compiled=compiled, gradients=False)
-    monkeypatch.setattr(module, "LARGE", 1000)
-    names, halve = [], module.PackedRule.halve
+    monkeypatch.setattr(packed, "LARGE", 1000)
+    names, halve = [], packed.PackedAdam.half_copies
 
     def noted(self, given):
         found = halve(self, given)
         names.extend(found)
         return found
 
-    monkeypatch.setattr(module.PackedRule, "halve", noted)
+    monkeypatch.setattr(packed.PackedAdam, "half_copies", noted)
     halved = trained(precision="bf16", compiled=compiled, gradients=False)
     assert "layers.0.lower.weight" in names
     exact = trained(precision="highest", compiled=False)
@@ -69,7 +69,7 @@ def test_halved_weights_train_as_whole_ones(monkeypatch, compiled):
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_lost_seed_is_held_where_it_was_in_every_replay(monkeypatch, rule, shape, clip):
     """Its gradients are NaN from step 3 on, those of the others as they would be without it; large ones and packed."""
-    monkeypatch.setattr(module, "LARGE", 200)
+    monkeypatch.setattr(packed, "LARGE", 200)
 
     def train(steps, first=3):
         model = torch.nn.Module()
@@ -80,7 +80,7 @@ def test_a_lost_seed_is_held_where_it_was_in_every_replay(monkeypatch, rule, sha
             return (model.p.flatten(1) ** 2).sum(-1) * torch.where(gone, torch.nan, 1.0)
 
         optimiser = Optimiser(rule, 0.01, weight_decay=0.1, clip=clip)
-        run = fit(model, loss, optimiser=optimiser, steps=steps, at=(steps,))
+        run = fit(model, loss, optimiser=optimiser, steps=steps, record=Record(at=(steps,)))
         return run, model.p.detach()
 
     (run, there), (_, before), (free, without) = train(9), train(3), train(9, first=100)
@@ -107,18 +107,22 @@ def test_attention_that_is_held_stays_in_every_replay_and_after_a_stop(tmp_path,
         generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
         model = FrozenAttentionDecoder(config, generators=generators, freeze_steps=torch.tensor([4, 6])).cuda()
 
-        def record(model, step):
+        def measure(model, step):
             if step == stop:
                 raise RuntimeError("stopped")
             with torch.no_grad():
                 own = model.activations(tokens[:, :-1], ["attention"])["attention"]
             return {"attention": torch.stack([one.flatten(1) for one in own], dim=1)}
 
-        dims, options = {"attention": ("layer", "number")}, {"compiled": compiled, "precision": precision}
         return fit(
-            model, loss, optimiser=Optimiser("adam", 1e-2), steps=10, record=record, dims=dims, gradients=False,
-            checkpoints=tmp_path, save=range(10), **options,
-        )  # fmt: skip
+            model,
+            loss,
+            optimiser=Optimiser("adam", 1e-2),
+            steps=10,
+            record=Record(measure, dims={"attention": ("layer", "number")}, gradients=False),
+            saving=Saving(tmp_path, range(10)),
+            compute=Compute(precision, compiled=compiled),
+        )
 
     for stop in (3, 5, 8):
         with pytest.raises(RuntimeError, match="stopped"):

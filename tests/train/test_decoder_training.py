@@ -4,7 +4,7 @@ import torch
 
 from joma import noise
 from joma.models import Decoder, DecoderConfig
-from joma.train import Optimiser, fit
+from joma.train import Optimiser, Record, fit
 
 CONFIG = DecoderConfig(
     vocabulary=12, width=16, layers=2, heads=2, hidden=24, length=6, positions="learned", norm="pre", dropout=0.2
@@ -23,7 +23,8 @@ def trained(seeds, steps=200):
         target = some[:, :, 1:]
         return -logits.log_softmax(-1).gather(-1, target[..., None]).mean((1, 2, 3))
 
-    run = fit(model, loss, optimiser=Optimiser("adam", 1e-3, clip=0.5), steps=steps, at=range(0, steps + 1, 20))
+    run = fit(model, loss, optimiser=Optimiser("adam", 1e-3, clip=0.5), steps=steps,
+              record=Record(at=range(0, steps + 1, 20)))  # fmt: skip
     return model, run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from joma.arguments import InputError
 from joma.data.tokens import token_classes
 from joma.models import ATTENTIONS, Block, BlockConfig
 from joma.progress import Progress, Task
-from joma.train import Optimiser, fit
-from joma.train.loop import _Training
+from joma.train import Compute, Optimiser, Record, Saving, cuda, fit
+from joma.train.state import Training
 
 STEPS = 15
 
@@ -64,7 +65,7 @@ DIMS = {"w": ("dim", "hidden"), "z": ("query", "token"), "slope": ("query", "tok
 @given(attention=st.sampled_from(sorted(ATTENTIONS)), seeds=st.lists(st.integers(0, 99), min_size=2, max_size=4))
 def test_a_seed_trains_as_it_would_alone_in_a_plain_loop(rule, attention, seeds):
     block, loss = learner(seeds, attention)
-    run = fit(block, loss, optimiser=rule, steps=STEPS, record=recorded, dims=DIMS)
+    run = fit(block, loss, optimiser=rule, steps=STEPS, record=Record(recorded, dims=DIMS))
     for position, seed in enumerate(seeds):
         alone, own_loss = learner((seed,), attention)
         groups = [{"params": [alone.w], "lr": rule.rate}, {"params": [alone.z], "lr": rule.rates["z"]}]
@@ -88,8 +89,8 @@ def quadratic(model, _step) -> Any:
 def test_sgd_is_the_formula():
     model = Numbers(p=[[1.0, -2.0], [3.0, 0.5]], q=[[[4.0]], [[-1.0]]])
     rule = Optimiser("sgd", 0.1, {"q": 0.3}, weight_decay=0.5)
-    run = fit(model, quadratic, optimiser=rule, steps=4, record=lambda m, _: {"p": m.p, "q": m.q[:, 0, 0]},
-              dims={"p": ("token",)})  # fmt: skip
+    run = fit(model, quadratic, optimiser=rule, steps=4,
+              record=Record(lambda m, _: {"p": m.p, "q": m.q[:, 0, 0]}, dims={"p": ("token",)}))  # fmt: skip
     factor = np.arange(5)
     np.testing.assert_allclose(run.p.values[1, :, 0], 3.0 * (1 - 0.1 * 1.5) ** factor, rtol=1e-14)
     np.testing.assert_allclose(run.q.values[0], 4.0 * (1 - 0.3 * 1.5) ** factor, rtol=1e-14)
@@ -100,7 +101,7 @@ def test_sgd_is_the_formula():
 def test_adam_is_the_formula():
     start, rate, decay = np.array([[1.0, -2.0], [3.0, 0.5]]), 0.1, 0.2
     run = fit(Numbers(p=start.tolist()), quadratic, optimiser=Optimiser("adam", rate, weight_decay=decay), steps=6,
-              record=lambda m, _: {"p": m.p}, dims={"p": ("token",)})  # fmt: skip
+              record=Record(lambda m, _: {"p": m.p}, dims={"p": ("token",)}))  # fmt: skip
     p, first, second = start.copy(), np.zeros_like(start), np.zeros_like(start)
     for step in range(1, 7):
         slope = (1 + decay) * p
@@ -117,7 +118,7 @@ def test_records_at_the_steps_asked_for_alone(at):
         asked.append(step)
         return {"p": model.p[:, 0]}
 
-    run = fit(Numbers(p=[[1.0]]), quadratic, optimiser=Optimiser("sgd", 0.5), steps=12, record=record, at=at)
+    run = fit(Numbers(p=[[1.0]]), quadratic, optimiser=Optimiser("sgd", 0.5), steps=12, record=Record(record, at=at))
     assert asked == sorted(at) == run.step.values.tolist()
     np.testing.assert_array_equal(run.p.values[0], 0.5 ** np.array(sorted(at)))
 
@@ -128,9 +129,14 @@ def explosive(model, _step):
 
 @pytest.mark.parametrize("rule", [Optimiser("sgd", 0.1), Optimiser("sgd", 0.1, weight_decay=0.1)])
 def test_a_seed_that_diverges_is_frozen_and_the_others_go_on(rule):
-    keep = {"record": lambda m, _: {"p": m.p, "count": torch.arange(len(m.p))}, "dims": {"p": ("token",)}}
+    def measure(model, _step):
+        return {"p": model.p, "count": torch.arange(len(model.p))}
+
+    def record(*seeds):
+        return Record(measure, dims={"p": ("token",)}, seeds=seeds)
+
     model = Numbers(p=[[0.5, 1.0], [30.0, 1.0], [1.2, 0.1]])
-    run = fit(model, explosive, optimiser=rule, steps=30, seeds=(4, 5, 6), **keep)
+    run = fit(model, explosive, optimiser=rule, steps=30, record=record(4, 5, 6))
     step = int(run.diverged.sel(seed=5))
     assert 0 < step < 30
     assert run.diverged.sel(seed=[4, 6]).values.tolist() == [-1, -1]
@@ -139,7 +145,7 @@ def test_a_seed_that_diverges_is_frozen_and_the_others_go_on(rule):
     assert np.isnan(lost.loss.values[step:]).all()
     assert np.isnan(lost.p.values[step:]).all()
     assert lost["count"].values.tolist() == [1] * 31
-    alone = fit(Numbers(p=[[0.5, 1.0], [1.2, 0.1]]), explosive, optimiser=rule, steps=30, seeds=(4, 6), **keep)
+    alone = fit(Numbers(p=[[0.5, 1.0], [1.2, 0.1]]), explosive, optimiser=rule, steps=30, record=record(4, 6))
     np.testing.assert_array_equal(run.p.sel(seed=[4, 6]).values, alone.p.values)
 
 
@@ -170,7 +176,7 @@ def test_reports_each_update_as_progress():
             told.append((label, total))
             yield Tally()
 
-    fit(Numbers(p=[[1.0]]), quadratic, optimiser=Optimiser(), steps=3, progress=Told(), label="block")
+    fit(Numbers(p=[[1.0]]), quadratic, optimiser=Optimiser(), steps=3, progress=partial(Told().task, "block"))
     assert told == [("block", 3), 1, 1, 1]
 
 
@@ -194,10 +200,10 @@ def test_what_was_done_earlier_is_skipped_in_the_progress(tmp_path):
             raise RuntimeError("power cut")
         return quadratic(model, step)
 
-    options = {"optimiser": Optimiser(), "steps": 4, "checkpoints": tmp_path, "save": [2]}
+    options = {"optimiser": Optimiser(), "steps": 4, "saving": Saving(tmp_path, [2])}
     with pytest.raises(RuntimeError):
         fit(Numbers(p=[[1.0]]), loss, **options)
-    fit(Numbers(p=[[1.0]]), loss, progress=Told(), **options)
+    fit(Numbers(p=[[1.0]]), loss, progress=partial(Told().task, "block"), **options)
     assert told == [("skipped", 2), 1, 1]
 
 
@@ -214,13 +220,13 @@ def test_steps_on_trial_are_all_the_first_one_and_change_nothing(rule, start):
 
     model = Numbers(p=[[1.0], [2.0]])
     model.register_buffer("seen", torch.tensor(0))
-    options = {"precision": "highest", "compiled": False, "dynamic": False}
-    training = _Training(model, loss, rule, lambda *_: {}, **options)
+    training = Training(model, loss, rule, Record(), Compute(compiled=False))
     training.prepare(start)
     before = {name: own.clone() for name, own in training.state().items()}
-    with training._on_trial():
-        training._trials(start)
-        assert int(training.now) == start + 1
+    with training._state_restored():
+        for _ in range(cuda.TRIAL_STEPS):
+            training._trial_step(start)
+        assert int(training.step_number) == start + 1
         assert next(model.parameters())[0].item() != 1.0
     assert asked == [start] * 3
     assert all(own.equal(before[name]) for name, own in training.state().items())
@@ -228,13 +234,13 @@ def test_steps_on_trial_are_all_the_first_one_and_change_nothing(rule, start):
 
 def test_bfloat16_is_recorded_in_float32():
     model = Numbers(p=[[1.0], [2.0]]).bfloat16()
-    run = fit(model, quadratic, optimiser=Optimiser("sgd", 0.5), steps=2, record=lambda m, _: {"p": m.p[:, 0]})
+    run = fit(model, quadratic, optimiser=Optimiser("sgd", 0.5), steps=2, record=Record(lambda m, _: {"p": m.p[:, 0]}))
     assert run.p.dtype == run.loss.dtype == np.float32
     assert run.p.values.tolist() == [[1.0, 0.5, 0.25], [2.0, 1.0, 0.5]]
 
 
 def test_no_steps_record_the_start():
-    run = fit(Numbers(p=[[2.0]]), quadratic, optimiser=Optimiser(), steps=0, at=schedule.every(5, 0))
+    run = fit(Numbers(p=[[2.0]]), quadratic, optimiser=Optimiser(), steps=0, record=Record(at=schedule.every(5, 0)))
     assert run.loss.values.tolist() == [[2.0]]
 
 
@@ -243,15 +249,15 @@ def test_no_steps_record_the_start():
     [
         ({"optimiser": Optimiser(rates={"q": 0.1})}, "rates"),
         ({"steps": -1}, "steps"),
-        ({"at": [0, 9]}, "at"),
-        ({"at": []}, "at"),
-        ({"save": [-5]}, "save"),
-        ({"save": iter(["x"])}, "save"),
-        ({"save": [1, 99]}, "save"),
+        ({"record": Record(at=[0, 9])}, "at"),
+        ({"record": Record(at=[])}, "at"),
+        ({"saving": Saving("unused", [-5])}, "save"),
+        ({"saving": Saving("unused", iter(["x"]))}, "save"),
+        ({"saving": Saving("unused", [1, 99])}, "save"),
         ({"loss": lambda m, _: (m.p.detach() ** 2).sum(-1)}, "loss"),
-        ({"seeds": (0,)}, "seeds"),
-        ({"record": lambda m, _: {"p": m.p}}, "dims"),
-        ({"record": lambda m, _: {"p": m.p.mean()}}, "record"),
+        ({"record": Record(seeds=(0,))}, "seeds"),
+        ({"record": Record(lambda m, _: {"p": m.p})}, "dims"),
+        ({"record": Record(lambda m, _: {"p": m.p.mean()})}, "record"),
         ({"loss": lambda m, _: (m.p**2).sum()}, "loss"),
         ({"loss": lambda m, _: (m.p**2).sum(0)}, "loss"),
     ],

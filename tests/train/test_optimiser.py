@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from joma.arguments import InputError
-from joma.train import Optimiser
-from joma.train import optimiser as module
-from joma.train.optimiser import PackedRule, gradient_norms
+from joma.train import Optimiser, packed
+from joma.train.optimiser import gradient_norms
+from joma.train.packed import PackedAdam
 
 PLAIN = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 SHAPES = {"a": (3, 4, 2), "b": (3, 5), "c": (3,)}
@@ -95,9 +95,9 @@ def test_the_rule_of_cuda_is_that_of_the_cpu(name, seed, large, lost, **options)
     optimiser = Optimiser(name, schedules={"b": lambda now: (now < 4).double()}, **options)
     models = Numbers(**SHAPES), Numbers(**SHAPES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "LARGE", large)
+        patch.setattr(packed, "LARGE", large)
         patch.setattr(torch, "compile", lambda function, **_: function)
-        rules = optimiser.build(models[0]), PackedRule(optimiser, models[1])
+        rules = optimiser.build(models[0]), PackedAdam(optimiser, models[1])
         for step, gradients in enumerate(slopes(seed)):
             gone = torch.tensor([False, lost is not None and step >= lost, False])
             for model, rule in zip(models, rules, strict=True):
@@ -116,7 +116,7 @@ def test_the_rule_of_cuda_is_that_of_the_cpu(name, seed, large, lost, **options)
 def test_a_closed_gate_leaves_the_parameters_as_they_are(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     model = Numbers(**SHAPES)
-    rule = PackedRule(Optimiser("adamw", 0.1, weight_decay=0.1), model)
+    rule = PackedAdam(Optimiser("adamw", 0.1, weight_decay=0.1), model)
     rule.gate.zero_()
     start = {key: own.detach().clone() for key, own in model.named_parameters()}
     for key, own in model.named_parameters():
@@ -132,10 +132,10 @@ def test_halves_have_the_gradients_and_follow_their_parameters(seed, clip, of_ha
     optimiser = Optimiser("adam", 0.1, clip=clip, weight_decay=0.1)
     models = Numbers(**SHAPES).float(), Numbers(**SHAPES).float()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "LARGE", 1)
+        patch.setattr(packed, "LARGE", 1)
         patch.setattr(torch, "compile", lambda function, **_: function)
-        rules = [PackedRule(optimiser, model) for model in models]
-        halves = rules[1].halve(["a", "none of them"])
+        rules = [PackedAdam(optimiser, model) for model in models]
+        halves = rules[1].half_copies(["a", "none of them"])
         assert set(halves) == {"a"}
         for step, gradients in enumerate(slopes(seed)):
             for model, rule in zip(models, rules, strict=True):
@@ -154,11 +154,11 @@ def test_halves_have_the_gradients_and_follow_their_parameters(seed, clip, of_ha
 
 
 def test_what_both_have_of_a_gradient_is_added_and_only_float32_is_halved(monkeypatch):
-    monkeypatch.setattr(module, "LARGE", 1)
-    assert not PackedRule(Optimiser("adam"), Numbers(**SHAPES)).halve(["a"])
+    monkeypatch.setattr(packed, "LARGE", 1)
+    assert not PackedAdam(Optimiser("adam"), Numbers(**SHAPES)).half_copies(["a"])
     model = Numbers(**SHAPES).float()
-    rule = PackedRule(Optimiser("adam"), model)
-    (half,) = rule.halve(["a"]).values()
+    rule = PackedAdam(Optimiser("adam"), model)
+    (half,) = rule.half_copies(["a"]).values()
     model.a.grad, half.grad = torch.full_like(model.a, -1.0), torch.full_like(half, 100.0)
     assert rule._gradients(["a"])[0].eq(99.0).all()
 
@@ -166,7 +166,7 @@ def test_what_both_have_of_a_gradient_is_added_and_only_float32_is_halved(monkey
 def test_a_parameter_without_gradient_is_named(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     with pytest.raises(InputError, match="no gradient of"):
-        PackedRule(Optimiser("adam"), Numbers(**SHAPES)).update(torch.tensor(0))
+        PackedAdam(Optimiser("adam"), Numbers(**SHAPES)).update(torch.tensor(0))
 
 
 @pytest.mark.parametrize("name", sorted(PLAIN))

@@ -19,8 +19,8 @@ from torch import nn
 
 from joma import open_run
 from joma.files import Held, StorageError
-from joma.train import Optimiser, fit
-from joma.train.checkpoint import Checkpoints, DamagedCheckpoint
+from joma.train import Optimiser, Record, Saving, fit
+from joma.train.checkpoint import CheckpointStore, DamagedCheckpoint
 
 SURVIVOR = Path(__file__).with_name("survivor.py")
 
@@ -48,10 +48,18 @@ def quadratic(model, _step):
     return (model.p**2).sum(-1) / 2
 
 
-def trained(folder, loss=quadratic, values=((1.0, 2.0), (3.0, 4.0)), more=None, **options):
+VALUES = ((1.0, 2.0), (3.0, 4.0))
+
+
+def trained(
+    folder, loss=quadratic, *, values=VALUES, more=None, save=(5, 10, 15), min_seconds=0.0, record=(), **options
+):
+    """Train two seeds, saving in `folder` (None: nowhere); `record` has further options of `Record`."""
     model = Numbers(values, more)
-    options = {"optimiser": Optimiser("adam", 0.1), "steps": 20, "save": (5, 10, 15), **options}
-    run = fit(model, loss, checkpoints=folder, record=lambda m, _: {"p": m.p}, dims={"p": ("token",)}, **options)
+    options = {"optimiser": Optimiser("adam", 0.1), "steps": 20, **given}
+    measures = Record(lambda m, _: {"p": m.p}, dims={"p": ("token",)}, **dict(record))
+    saving = None if folder is None else Saving(folder, save, min_seconds)
+    run = fit(model, loss, record=measures, saving=saving, **options)
     return model.p.detach().clone(), run
 
 
@@ -74,10 +82,10 @@ def test_only_the_newest_two_are_kept_and_a_finished_run_keeps_one(tmp_path):
 
 def test_saves_that_come_too_soon_are_left_out(tmp_path):
     with pytest.raises(RuntimeError, match="power cut"):
-        trained(tmp_path, loss=stopping_at(17), spare=1e9)
+        trained(tmp_path, loss=stopping_at(17), min_seconds=1e9)
     assert not list(tmp_path.iterdir())
     with pytest.raises(RuntimeError, match="power cut"):
-        trained(tmp_path, loss=stopping_at(17), spare=1e-9)
+        trained(tmp_path, loss=stopping_at(17), min_seconds=1e-9)
     assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == ["10.safetensors", "15.safetensors"]
 
 
@@ -109,7 +117,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path_factory,
 
 
 def test_a_checkpoint_without_its_checksum_does_not_count(tmp_path):
-    store = Checkpoints(tmp_path)
+    store = CheckpointStore(tmp_path)
     store.save(3, {"x": torch.ones(2)})
     store.save(6, {"x": torch.zeros(2)})
     (tmp_path / "6.safetensors.sha256").unlink()
@@ -147,13 +155,13 @@ OTHERS = ("notes.safetensors", ".hidden", "07.safetensors")
 def test_a_save_removes_what_is_older_and_not_whole(tmp_path_factory, saved, keep, damaged):
     folder = tmp_path_factory.mktemp("checkpoints")
     for step in saved:
-        Checkpoints(folder).save(step, {"x": torch.ones(2)}, keep=99)
+        CheckpointStore(folder).save(step, {"x": torch.ones(2)}, keep=99)
     damaged &= saved
     for step in damaged:
         (folder / f"{step}.safetensors").write_bytes(b"cut")
     for name in (*LEFT, *OTHERS):
         (folder / name).touch()
-    store = Checkpoints(folder)
+    store = CheckpointStore(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DamagedCheckpoint)
         found = store.load()
@@ -176,10 +184,10 @@ def test_a_finished_run_is_tidied_where_it_was_killed_before_it_could_be(tmp_pat
 ADAM, SGD = Optimiser("adam", 0.1), Optimiser("sgd", 0.1)
 CHANGES = {
     "steps": {"steps": 40},
-    "at": {"at": (0, 2)},
+    "at": {"record": {"at": (0, 2)}},
     "model": {"values": ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0))},
     "optimiser": {"optimiser": Optimiser("adam", 0.2)},
-    "seeds": {"seeds": (7, 8)},
+    "seeds": {"record": {"seeds": (7, 8)}},
 }
 
 
@@ -211,18 +219,18 @@ def test_a_parameter_frozen_since_is_refused(tmp_path):
 
 def test_checkpoints_that_do_not_name_their_run_are_refused(tmp_path):
     trained(tmp_path)
-    found = Checkpoints(tmp_path).load()
+    found = CheckpointStore(tmp_path).load()
     assert found is not None
-    Checkpoints(tmp_path).save(20, found.tensors)
+    CheckpointStore(tmp_path).save(20, found.tensors)
     with pytest.raises(StorageError, match=rf"{tmp_path} .* do not name their run; choose another folder, or delete"):
         trained(tmp_path)
 
 
 def test_other_moments_to_record_are_fine_while_they_are_still_to_come(tmp_path):
     with pytest.raises(RuntimeError):
-        trained(tmp_path, loss=stopping_at(17), at=(0, 14, 18))
-    weights, run = trained(tmp_path, at=(0, 14, 15, 20))
-    expected, whole = trained(tmp_path / "other", at=(0, 14, 15, 20))
+        trained(tmp_path, loss=stopping_at(17), record={"at": (0, 14, 18)})
+    weights, run = trained(tmp_path, record={"at": (0, 14, 15, 20)})
+    expected, whole = trained(tmp_path / "other", record={"at": (0, 14, 15, 20)})
     assert torch.equal(weights, expected)
     assert run.identical(whole)
 
@@ -258,13 +266,13 @@ def test_buffers_go_on_where_they_were(tmp_path):
         return own
 
     whole, torn, again = model(), model(), model()
-    options = {"optimiser": ADAM, "steps": 20, "save": (5, 10, 15)}
+    options, saving = {"optimiser": ADAM, "steps": 20}, Saving(tmp_path, (5, 10, 15))
     run = fit(whole, counting(None), **options)
     with pytest.raises(RuntimeError):
-        fit(torn, counting(17), checkpoints=tmp_path, **options)
-    assert fit(again, counting(None), checkpoints=tmp_path, **options).identical(run)
+        fit(torn, counting(17), saving=saving, **options)
+    assert fit(again, counting(None), saving=saving, **options).identical(run)
     assert all(own.equal(again.state_dict()[name]) for name, own in whole.state_dict().items())
-    found = Checkpoints(tmp_path).load()
+    found = CheckpointStore(tmp_path).load()
     assert found is not None
     assert "buffer/count" in found.tensors
     assert "buffer/passing" not in found.tensors
@@ -293,7 +301,7 @@ def test_ctrl_c_saves_and_ends(tmp_path, number):
     os.kill(process.pid, number)
     assert process.wait(timeout=30) == 130
     process.stdout.close()
-    generation = Checkpoints(tmp_path).load()
+    generation = CheckpointStore(tmp_path).load()
     assert generation is not None
     assert 0 < generation.step < 10**6
     assert not bool(generation.tensors["finished"])
@@ -307,7 +315,7 @@ def test_ctrl_c_in_the_last_step_is_saved_too(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path, loss=loss)
-    generation = Checkpoints(tmp_path).load()
+    generation = CheckpointStore(tmp_path).load()
     assert generation is not None
     assert generation.step == 20
     weights, run = trained(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -116,13 +117,12 @@ class Training(Generic[Model]):
     def _capture(self, start: int) -> None:
         """Capture a whole step, with the model's modules compiled and its large weights in half precision."""
 
-        def trial() -> None:
-            self.step_number.fill_(start)  # the loss need not know any step but those of the run
-            self._captured_step()
-
         modules = cuda.compiled_modules(self.model, self.compute)
+        trial, reset = partial(self._trial_step, start), self.updater.zero_grad
         with self._state_restored(), cuda.half_weights(self.model, self.updater, self.compute), modules:
-            self.graph = cuda.capture(self._captured_step, trial=trial, reset=self.updater.zero_grad)
+            self.graph = cuda.capture(
+                self._captured_step, trial=partial(self._trial_step, start), reset=self.updater.zero_grad
+            )
             self.replayed_losses = self.losses  # where every replay leaves them
 
     @contextmanager
@@ -150,6 +150,10 @@ class Training(Generic[Model]):
                     tensor.copy_(copies[name]) if name in copies else tensor.zero_()
             if gate is not None:
                 gate.fill_(1.0)
+
+    def _trial_step(self, step: int) -> None:
+        self.step_number.fill_(step)  # the loss need not know any step but those of the run
+        self._captured_step()
 
     def _captured_step(self) -> None:
         self._backward()
