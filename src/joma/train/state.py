@@ -120,9 +120,7 @@ class Training(Generic[Model]):
         modules = cuda.compiled_modules(self.model, self.compute)
         trial, reset = partial(self._trial_step, start), self.updater.zero_grad
         with self._state_restored(), cuda.half_weights(self.model, self.updater, self.compute), modules:
-            self.graph = cuda.capture(
-                self._captured_step, trial=partial(self._trial_step, start), reset=self.updater.zero_grad
-            )
+            self.graph = cuda.capture(self._captured_step, trial=trial, reset=reset)
             self.replayed_losses = self.losses  # where every replay leaves them
 
     @contextmanager
