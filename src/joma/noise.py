@@ -22,10 +22,8 @@ from torch import Tensor
 from joma.arguments import InputError
 
 _WORD = 0xFFFFFFFF  # the largest 32-bit word, and the mask that reduces a number modulo 2³²
-_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = (
-    0x7FEB352D,
-    0x846CA68B - 2**32,
-)  # modulo 2³² the signed multiplier equals the unsigned one
+# The second multiplier is above 2³¹; modulo 2³² the negative number is the same.
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def check_generators(generators: Sequence[torch.Generator]) -> Sequence[torch.Generator]:

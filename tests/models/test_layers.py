@@ -63,11 +63,11 @@ def torch_decoder(model, seed):
 
 
 def gradient_pairs(model, seed, reference):
-    """Yield the gradients of one seed beside those of torch's modules."""
-    own = {name: parameter.grad[seed] for name, parameter in model.named_parameters()}
+    """Yield pairs of gradients: of one seed, and of the same parameter in torch's modules."""
+    gradients = {name: parameter.grad[seed] for name, parameter in model.named_parameters()}
     width = model.config.width
-    yield own["embedding"], reference["embedding"].weight.grad
-    yield own["head.weight"], reference["head"].weight.grad.T
+    yield gradients["embedding"], reference["embedding"].weight.grad
+    yield gradients["head.weight"], reference["head"].weight.grad.T
     for number, layer in enumerate(reference["layers"]):
         attention, name = layer.self_attn, f"layers.{number}"
         for weight, bias, part in zip(
@@ -76,13 +76,13 @@ def gradient_pairs(model, seed, reference):
             PROJECTIONS,
             strict=True,
         ):
-            yield own[f"{name}.attention.{part}.weight"], weight.T
-            yield own[f"{name}.attention.{part}.bias"], bias
-        yield own[f"{name}.attention.projection.weight"], attention.out_proj.weight.grad.T
-        yield own[f"{name}.lower.weight"], layer.linear1.weight.grad.T
-        yield own[f"{name}.upper.bias"], layer.linear2.bias.grad
-        yield own[f"{name}.norms.0.gain"], layer.norm1.weight.grad
-        yield own[f"{name}.norms.1.offset"], layer.norm2.bias.grad
+            yield gradients[f"{name}.attention.{part}.weight"], weight.T
+            yield gradients[f"{name}.attention.{part}.bias"], bias
+        yield gradients[f"{name}.attention.projection.weight"], attention.out_proj.weight.grad.T
+        yield gradients[f"{name}.lower.weight"], layer.linear1.weight.grad.T
+        yield gradients[f"{name}.upper.bias"], layer.linear2.bias.grad
+        yield gradients[f"{name}.norms.0.gain"], layer.norm1.weight.grad
+        yield gradients[f"{name}.norms.1.offset"], layer.norm2.bias.grad
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

@@ -211,7 +211,7 @@ class Decoder(nn.Module):
         mask: Tensor,
         query_positions: QueryPositions,
     ) -> Sequence[QueryKeyOverride | None]:
-        """Return for each layer the queries and keys that replace its own; subclasses may have some, here is none."""
+        """Return, for each layer, queries and keys that replace those it computes: none here, but subclasses may."""
         del tokens, positions, noise, mask, query_positions
         return [None] * len(self.layers)
 
