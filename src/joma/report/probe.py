@@ -1,8 +1,8 @@
-"""A probed model or series as tables and as a figure: what `joma probe` shows."""
+"""The tables and the figure of a probed model or series, as `joma probe` shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ HEADINGS = {
     "least_head": "least head",
     "greatest_head": "greatest head",
 }
-SHOWN = 6  # layers that are drawn as curves, evenly spaced
+SHOWN = 6  # layers drawn as curves, evenly spaced
 CAPTION = (
     "A series of checkpoints over training (step 0 stands at 1). Entropy of attention, mean over heads and rows, and "
     "stable rank of the lower matrix of the MLP, for layers evenly spaced from the first to the last; root mean square "
@@ -43,19 +43,19 @@ CAPTION_OF_ONE = (
 
 
 def tables(data: xr.Dataset, faults: Sequence[Fault]) -> Iterator[Table]:
-    """What is wrong with the series, then its layers and its weights."""
+    """Yield a table of the faults, then tables of layers, weights and cosines; none for what was not measured."""
     if faults:
-        rows = ((fault.kind, f"{fault.message}; {fault.remedy}.", str(len(fault.left_out))) for fault in faults)
+        rows = ((fault.kind, str(fault), str(len(fault.left_out))) for fault in faults)
         yield grid("Audit", ("fault", "what, and what to do", "left out"), rows)
-    found = {
+    contents = {
         "Entropy of attention / nats": layers(data),
         "Stable rank of the MLP's lower matrices": weights(data),
         "Root mean square cosine": cosines(data),
     }
-    for title, rows in found.items():
-        if rows:
-            columns = [HEADINGS.get(key, key) for key in rows[0]]
-            yield grid(title, columns, ([_cell(value) for value in row.values()] for row in rows))
+    for title, records in contents.items():
+        if records:
+            columns = [HEADINGS.get(key, key) for key in records[0]]
+            yield grid(title, columns, ([_cell(value) for value in record.values()] for record in records))
 
 
 def _cell(value: Any) -> str:
@@ -65,61 +65,65 @@ def _cell(value: Any) -> str:
 
 
 def layers(data: xr.Dataset) -> list[dict[str, Any]]:
-    """For each layer the course of its entropy and the chance under the null of no bounce; for one model, its heads."""
-    found = []
+    """Return a record per layer: the course of its entropy and the p-value of noise, or for one model its heads."""
+    records = []
     for layer in data.layer.values if "entropy" in data else ():
-        own = data.entropy.sel(layer=layer)
-        row = {"layer": str(layer), "heads": int(own.notnull().any("step").sum())}
-        if _alone(data):
-            row |= {"mean": float(own.mean()), "least_head": float(own.min()), "greatest_head": float(own.max())}
+        entropy = data.entropy.sel(layer=layer)
+        record = {"layer": str(layer), "heads": int(entropy.notnull().any("step").sum())}
+        if _is_single(data):
+            least, greatest = float(entropy.min()), float(entropy.max())
+            record |= {"mean": float(entropy.mean()), "least_head": least, "greatest_head": greatest}
         else:
-            course = _course(own.mean("head"))
-            chance = float(data.bounce_p_value.sel(layer=layer))
-            row |= {**course, "recovery": course["end"] - course["least"], "p_value": chance}
-        found.append(row)
-    return found
+            course = _course(entropy.mean("head"))
+            p_value = float(data.bounce_p_value.sel(layer=layer))
+            record |= {**course, "recovery": course["end"] - course["least"], "p_value": p_value}
+        records.append(record)
+    return records
 
 
 def weights(data: xr.Dataset) -> list[dict[str, Any]]:
-    """For each lower matrix the course of its stable rank."""
+    """Return a record for each lower matrix: the course of its stable rank."""
     if "stable_rank" not in data:
         return []
     ranks = {str(name): data.stable_rank.sel(weight=name) for name in data.weight.values}
-    if _alone(data):
-        return [{"weight": name, "stable rank": float(values[0])} for name, values in ranks.items()]
-    return [{"weight": name, **_course(values)} for name, values in ranks.items()]
+    if _is_single(data):
+        return [{"weight": name, "stable rank": float(rank[0])} for name, rank in ranks.items()]
+    return [{"weight": name, **_course(rank)} for name, rank in ranks.items()]
 
 
 def cosines(data: xr.Dataset) -> list[dict[str, Any]]:
-    """Embeddings, and hidden vectors at a few depths, at the start and the end, beside random directions."""
+    """Return a record for the embeddings, and for the hidden vectors at a few depths, beside random directions."""
     curves = {"token embeddings": data.embedding_cosine} if "embedding_cosine" in data else {}
     if "hidden_cosine" in data:
         for depth in evenly_spaced(data.sizes["depth"], 4):
             curves[f"hidden vectors at depth {depth}"] = data.hidden_cosine.isel(depth=depth)
     random = float(data.embedding_random.max()) if "embedding_random" in data else float("nan")
-    found = []
+    records = []
     for name, curve in curves.items():
         course = _course(curve)
-        values = {"cosine": course["end"]} if _alone(data) else {key: course[key] for key in ("start", "end")}
-        found.append({"between": name, **values, "random directions": random})
-    return found
+        values = {"cosine": course["end"]} if _is_single(data) else {key: course[key] for key in ("start", "end")}
+        records.append({"between": name, **values, "random directions": random})
+    return records
 
 
-def _alone(data: xr.Dataset) -> bool:
+def _is_single(data: xr.Dataset) -> bool:
+    """Return whether the data are of one model, without a course over steps."""
     return data.sizes["step"] == 1
 
 
 def _course(curve: xr.DataArray) -> dict[str, Any]:
-    there = curve.dropna("step")
-    if not there.size:
+    """Return the value of a curve at the start, at its minimum and at the end, and the step of the minimum."""
+    measured = curve.dropna("step")
+    if not measured.size:
         return {"start": np.nan, "least": np.nan, "step": "–", "end": np.nan}
-    lowest = there.isel(step=int(np.argmin(there.values)))
-    return {"start": float(there[0]), "least": float(lowest), "step": int(lowest.step), "end": float(there[-1])}
+    minimum = measured.isel(step=int(np.argmin(measured.values)))
+    start, end = float(measured[0]), float(measured[-1])
+    return {"start": start, "least": float(minimum), "step": int(minimum.step), "end": end}
 
 
 def summary(data: xr.Dataset) -> dict[str, Any]:
-    """The tables as data, for `--json`."""
-    found: dict[str, Any] = {
+    """Return the tables as data, for `--json`."""
+    content: dict[str, Any] = {
         "source": data.attrs["source"],
         "steps": data.step.values.tolist(),
         "checkpoints": data.checkpoint.values.tolist(),
@@ -127,82 +131,87 @@ def summary(data: xr.Dataset) -> dict[str, Any]:
         "stable_rank": weights(data),
         "cosines": cosines(data),
     }
-    return _jsonable(found)
+    return _without_nan(content)
 
 
-def _jsonable(value: Any) -> Any:
-    """JSON has no NaN."""
+def _without_nan(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, dict):
-        return {key: _jsonable(one) for key, one in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_jsonable(one) for one in value]
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def save(data: xr.Dataset, faults: Sequence[Fault], folder: Path) -> None:
-    """Write `trajectory.nc`, `audit.json` and the figure into `folder`, each whole."""
+    """Write `trajectory.nc`, `audit.json` and the figure into `folder`, each whole or not at all."""
     write_json(folder / "audit.json", [asdict(fault) for fault in faults])
     write_trajectory(folder / TRAJECTORY, data.assign_attrs(provenance()))
     with style():
         figure = draw(data)
-    save_figure(figure, folder / "figures" / "1-probe", caption=CAPTION_OF_ONE if _alone(data) else CAPTION)
+    save_figure(figure, folder / "figures" / "1-probe", caption=CAPTION_OF_ONE if _is_single(data) else CAPTION)
 
 
 def draw(data: xr.Dataset) -> Figure:
-    """Draw what was measured, over the steps or, for one model, over its layers."""
-    panels = [panel for panel in (_entropy, _ranks, _directions, _heads) if panel.__name__ in _drawable(data)]
+    """Draw what was measured: over the steps of a series, or over the layers of one model."""
+    panels = _panels(data)
     figure, axes = canvas(1, len(panels), width=3.5, height=2.9)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        panel(axis, data)
+    for axis, draw_panel in zip(axes[0], panels, strict=True):
+        draw_panel(axis, data)
     letters(axes)
     return figure
 
 
-def _drawable(data: xr.Dataset) -> set[str]:
-    several = not _alone(data)
-    found = {"_ranks"} if "stable_rank" in data else set()
-    if "entropy" in data:
-        found |= {"_heads", "_entropy"} if several else {"_heads"}
+def _panels(data: xr.Dataset) -> list[Callable[[Axes, xr.Dataset], None]]:
+    """Return the functions that draw a panel each, for what was measured."""
+    panels: list[Callable[[Axes, xr.Dataset], None]] = []
+    if "entropy" in data and not _is_single(data):
+        panels.append(_draw_entropy)
+    if "stable_rank" in data:
+        panels.append(_draw_ranks)
     if "hidden_cosine" in data or "embedding_cosine" in data:
-        found |= {"_directions"}
-    return found
+        panels.append(_draw_cosines)
+    if "entropy" in data:
+        panels.append(_draw_heads)
+    return panels
 
 
-def _over_steps(axes: Axes, data: xr.Dataset, curves: Sequence[tuple[str, xr.DataArray]]) -> None:
-    for place, (label, curve) in enumerate(curves):
-        look = {**series(place), "marker": marker(place)["marker"], "markersize": 3, "markerfacecolor": "white"}
+def _draw_over_steps(axes: Axes, data: xr.Dataset, curves: Sequence[tuple[str, xr.DataArray]]) -> None:
+    """Draw labelled curves over step + 1, so that a logarithmic axis can show step 0."""
+    for index, (label, curve) in enumerate(curves):
+        look = {**series(index), "marker": marker(index)["marker"], "markersize": 3, "markerfacecolor": "white"}
         axes.plot(data.step.values + 1, curve.values, label=label, **look)
     axes.set(xscale="log", xlabel="step + 1")
     axes.margins(y=0.25 if len(curves) > 4 else 0.12)  # room for the legend
     axes.legend(ncols=2 if len(curves) > 4 else 1)
 
 
-def _entropy(axes: Axes, data: xr.Dataset) -> None:
+def _draw_entropy(axes: Axes, data: xr.Dataset) -> None:
     mean = data.entropy.mean("head")
-    places = evenly_spaced(data.sizes["layer"], SHOWN)
-    _over_steps(axes, data, [(f"layer {place}", mean.isel(layer=place)) for place in places])
+    shown = evenly_spaced(data.sizes["layer"], SHOWN)
+    _draw_over_steps(axes, data, [(f"layer {layer}", mean.isel(layer=layer)) for layer in shown])
     axes.set(ylabel="entropy / nats", title="Attention, mean over heads")
 
 
-def _ranks(axes: Axes, data: xr.Dataset) -> None:
+def _draw_ranks(axes: Axes, data: xr.Dataset) -> None:
     ranks = data.stable_rank
     axes.set(ylabel="stable rank", title="Lower matrix of the MLP")
-    if not _alone(data):
-        places = evenly_spaced(data.sizes["weight"], SHOWN)
-        _over_steps(axes, data, [(f"matrix {place}", ranks.isel(weight=place)) for place in places])
+    if not _is_single(data):
+        shown = evenly_spaced(data.sizes["weight"], SHOWN)
+        _draw_over_steps(axes, data, [(f"matrix {matrix}", ranks.isel(weight=matrix)) for matrix in shown])
         return
     axes.plot(np.arange(data.sizes["weight"]), ranks.isel(step=0), **{**marker(0), "linestyle": "-"})
     axes.set(xlabel="matrix, from the first layer on", xticks=evenly_spaced(data.sizes["weight"], 8))
 
 
-def _directions(axes: Axes, data: xr.Dataset) -> None:
+def _draw_cosines(axes: Axes, data: xr.Dataset) -> None:
     axes.set(ylabel="root mean square cosine", title="Orthogonality")
-    if not _alone(data):
+    if not _is_single(data):
         curves = [("embeddings", data.embedding_cosine)] if "embedding_cosine" in data else []
         if "hidden_cosine" in data:
-            places = evenly_spaced(data.sizes["depth"], 3)
-            curves += [(f"hidden, depth {place}", data.hidden_cosine.isel(depth=place)) for place in places]
-        _over_steps(axes, data, curves)
+            shown = evenly_spaced(data.sizes["depth"], 3)
+            curves += [(f"hidden, depth {depth}", data.hidden_cosine.isel(depth=depth)) for depth in shown]
+        _draw_over_steps(axes, data, curves)
     elif "hidden_cosine" in data:
         values = data.hidden_cosine.isel(step=0)
         axes.plot(np.arange(values.size), values, **{**marker(0), "linestyle": "-"})
@@ -215,11 +224,11 @@ def _directions(axes: Axes, data: xr.Dataset) -> None:
     axes.set(ylim=(0, 1.3 * axes.get_ylim()[1]), yticks=np.linspace(0, 1, 6))
 
 
-def _heads(axes: Axes, data: xr.Dataset) -> None:
+def _draw_heads(axes: Axes, data: xr.Dataset) -> None:
     last = data.entropy.dropna("step", how="all").isel(step=-1)
     image = axes.imshow(last.values, cmap="viridis", aspect="auto", vmin=0)
     axes.grid(visible=False)
-    when = "" if _alone(data) else f", step {int(last.step)}"
+    when = "" if _is_single(data) else f", step {int(last.step)}"
     axes.set(xlabel="head", ylabel="layer", title=f"Entropy / nats{when}")
     axes.set_xticks(evenly_spaced(last.sizes["head"], 8))
     axes.set_yticks(evenly_spaced(last.sizes["layer"], 8))
