@@ -25,7 +25,7 @@ SPECTRA = {
 
 @st.composite
 def matrices(draw, sizes):
-    """A matrix of known singular values, small or large, wide or tall."""
+    """A matrix of given singular values, or a random one, wide or tall."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     rows, columns = draw(sizes), draw(sizes)
     name = draw(st.sampled_from([*SPECTRA, "random"]))
@@ -39,13 +39,14 @@ def matrices(draw, sizes):
     return (w * draw(st.sampled_from([1e-6, 1.0, 1e6]))).to(draw(st.sampled_from([torch.float32, torch.float64])))
 
 
-def true(w):
+def by_singular_values(w):
+    """Return the stable rank and the spectral norm."""
     s = torch.linalg.svdvals(w.double())
     return s.square().sum(-1) / s[..., 0].square(), s[..., 0]
 
 
-def agrees(w):
-    expected, norm = true(w)
+def assert_agrees(w):
+    expected, norm = by_singular_values(w)
     bounds = spectral_norm(w)
     assert bool(((stable_rank(w) / expected - 1).abs() <= 1e-5).all())  # far within the bound of 2e-3
     rounding = 2e-6
@@ -57,45 +58,45 @@ def agrees(w):
 @settings(max_examples=60)
 @given(matrices(st.integers(2, 60)))
 def test_small_matrices_agree_with_singular_values(w):
-    agrees(w)
+    assert_agrees(w)
 
 
 @settings(max_examples=15)
 @given(matrices(st.integers(257, 420)))
 def test_large_matrices_agree_with_singular_values(w):
-    agrees(w)
+    assert_agrees(w)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 20, 30), (3, 300, 280)])
 def test_leading_axes_are_a_batch(shape):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 5, shape[-1])
-    agrees(w)
-    apart = torch.stack([stable_rank(one) for one in w.flatten(0, -3)]).view(shape[:-2])
+    assert_agrees(w)
+    apart = torch.stack([stable_rank(matrix) for matrix in w.flatten(0, -3)]).view(shape[:-2])
     torch.testing.assert_close(stable_rank(w), apart, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_multiplied_in_float32(dtype):
     w = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
-    agrees(w)
+    assert_agrees(w)
 
 
-def test_fixed_steps_give_the_same_where_they_are_enough():
+def test_enough_fixed_steps_give_the_same():
     w = torch.randn(2, 300, 310, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(stable_rank(w, iterations=16), true(w)[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(stable_rank(w, iterations=16), by_singular_values(w)[0], rtol=1e-5, atol=0)
     few = spectral_norm(w, iterations=1)
-    norm = true(w)[1]
+    norm = by_singular_values(w)[1]
     assert bool((few.lower < 0.99 * norm).all())
     assert bool((few.upper > norm).all())
 
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32), st.integers(1, 6))
-def test_the_bound_is_one_after_any_number_of_steps(seed, steps):
+def test_the_bounds_hold_after_any_number_of_steps(seed, steps):
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(260, 260, generator=generator) * torch.rand(260, generator=generator)
     bounds = spectral_norm(w, iterations=steps)
-    norm = true(w)[1]
+    norm = by_singular_values(w)[1]
     assert bool(bounds.lower <= norm * (1 + 1e-6))
     assert bool(bounds.upper >= norm * (1 - 1e-6))
 
@@ -103,18 +104,18 @@ def test_the_bound_is_one_after_any_number_of_steps(seed, steps):
 @pytest.mark.parametrize("shape", [(30, 40), (260, 300)])
 @given(exponent=st.integers(-145, 122))
 @settings(max_examples=25)
-def test_any_size_that_the_type_holds_has_the_same_rank(shape, exponent):
+def test_the_scale_of_a_matrix_does_not_change_its_rank(shape, exponent):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().double()
     tiny = torch.ldexp(w, torch.tensor(exponent)).float()  # below 2^-126 some digits are lost
-    expected, norm = true(tiny.double() * 2.0**-exponent)
+    expected, norm = by_singular_values(tiny.double() * 2.0**-exponent)
     torch.testing.assert_close(stable_rank(tiny), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(spectral_norm(tiny).lower * 2.0**-exponent, norm, rtol=1e-5, atol=0)
     wide = torch.ldexp(w, torch.tensor(7 * exponent))
-    torch.testing.assert_close(stable_rank(wide), true(w)[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(stable_rank(wide), by_singular_values(w)[0], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("size", [4, 270])
-def test_a_default_type_or_size_of_its_neighbours_changes_nothing(size):
+def test_the_default_dtype_and_the_size_of_other_matrices_change_nothing(size):
     w = torch.randn(2, size, size, generator=torch.Generator().manual_seed(0))
     expected = stable_rank(w)
     torch.testing.assert_close(stable_rank(w * torch.tensor([1e-30, 1.0])[:, None, None]), expected, rtol=1e-5, atol=0)
@@ -126,17 +127,29 @@ def test_a_default_type_or_size_of_its_neighbours_changes_nothing(size):
 
 
 @pytest.mark.parametrize("size", [4, 270])
-def test_zeros_have_no_stable_rank_and_nan_spoils_its_own_matrix_alone(size):
+def test_zeros_have_no_stable_rank_and_nan_changes_no_other_matrix(size):
     w = torch.randn(3, size, size, generator=torch.Generator().manual_seed(0))
     good = stable_rank(w[2])
     w[0], w[1, 0, 0] = 0, torch.nan
-    found = stable_rank(w)
-    assert found.isnan().tolist() == [True, True, False]
-    torch.testing.assert_close(found[2], good, rtol=1e-6, atol=0)
+    ranks = stable_rank(w)
+    assert ranks.isnan().tolist() == [True, True, False]
+    torch.testing.assert_close(ranks[2], good, rtol=1e-6, atol=0)
     assert spectral_norm(w).upper[0] == 0
 
 
-def test_it_is_deterministic_and_leaves_the_global_stream_alone():
+@pytest.mark.parametrize("size", [4, 270])
+@given(seed=st.integers(0, 99), value=st.sampled_from([torch.nan, torch.inf, -torch.inf]), everywhere=st.booleans())
+@settings(max_examples=10)
+def test_a_diverged_seed_is_nan_and_changes_no_other(size, seed, value, everywhere):
+    w = torch.randn(3, size, size, generator=torch.Generator().manual_seed(seed))
+    before = stable_rank(w), *spectral_norm(w)
+    w[(1,) if everywhere else (1, 2, 3)] = value
+    for values, expected in zip((stable_rank(w), *spectral_norm(w)), before, strict=True):
+        assert values.isnan().tolist() == [False, True, False]
+        torch.testing.assert_close(values[::2], expected[::2], rtol=2e-3, atol=0)  # steps depend on the slowest matrix
+
+
+def test_the_rank_is_deterministic_and_leaves_the_global_generator_alone():
     w = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
     before = torch.get_rng_state()
     assert torch.equal(joma.stable_rank(w), rank.stable_rank(w))
@@ -159,7 +172,7 @@ def test_bad_input_is_named(change, name):
         stable_rank(options.pop("weight"), **options)
 
 
-def test_autocast_rounds_nothing():
+def test_autocast_has_no_effect():
     weight = torch.randn(300, 320, generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16):
         inside = stable_rank(weight)
