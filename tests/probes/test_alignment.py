@@ -25,44 +25,43 @@ def cases(draw):
 
 
 def by_loops(latent, hidden, absolute=False, weight=None):
-    """One correlation at a time; `weight` counts how often a sample is repeated."""
+    """Return the alignment one correlation at a time; `weight` is how often each sample is repeated."""
     result = np.full((latent.shape[0], latent.shape[2]), np.nan)
     for seed, column in np.ndindex(*result.shape):
-        times = np.ones(latent.shape[1], dtype=int) if weight is None else weight[seed]
-        y = np.repeat(latent[seed, :, column].double().numpy(), times)
+        repeats = np.ones(latent.shape[1], dtype=int) if weight is None else weight[seed]
+        y = np.repeat(latent[seed, :, column].double().numpy(), repeats)
         if np.ptp(y) == 0:
             continue
-        found = []
+        correlations = []
         for unit in range(hidden.shape[-1]):
-            h = np.repeat(hidden[seed, ..., unit].numpy().max(axis=-1), times)
-            found.append(np.corrcoef(y, h)[0, 1] if np.ptp(h) > 0 else 0.0)
-        result[seed, column] = max(map(abs, found)) if absolute else max(found)
+            h = np.repeat(hidden[seed, ..., unit].numpy().max(axis=-1), repeats)
+            correlations.append(np.corrcoef(y, h)[0, 1] if np.ptp(h) > 0 else 0.0)
+        result[seed, column] = max(map(abs, correlations)) if absolute else max(correlations)
     return result
 
 
 @given(cases(), st.booleans())
-def test_it_is_the_largest_of_numpys_correlations(case, absolute):
+def test_alignment_is_the_largest_of_numpys_correlations(case, absolute):
     latent, hidden, _ = case
     ours = latent_alignment(latent, hidden, absolute=absolute)
     np.testing.assert_allclose(ours.numpy(), by_loops(latent, hidden, absolute), rtol=0, atol=1e-12)
     maxed = latent_alignment(latent, hidden.amax(-2), absolute=absolute)
     torch.testing.assert_close(maxed, ours, rtol=0, atol=0, equal_nan=True)
-    for alone, together in zip(zip(latent, hidden, strict=True), ours, strict=True):
-        torch.testing.assert_close(
-            latent_alignment(*alone, absolute=absolute), together, rtol=0, atol=1e-15, equal_nan=True
-        )
+    for seed, expected in enumerate(ours):
+        alone = latent_alignment(latent[seed], hidden[seed], absolute=absolute)
+        torch.testing.assert_close(alone, expected, rtol=0, atol=1e-15, equal_nan=True)
 
 
 @given(cases(), st.booleans())
 def test_a_weight_is_a_number_of_repeats(case, absolute):
     latent, hidden, rng = case
-    times = rng.integers(0, 4, latent.shape[:2])
-    times[:, 0] += 1
+    repeats = rng.integers(0, 4, latent.shape[:2])
+    repeats[:, 0] += 1
     spoilt = hidden.clone()
-    spoilt[torch.from_numpy(times) == 0] = torch.nan  # a sample of weight 0 is not looked at
-    ours = latent_alignment(latent, spoilt, weight=torch.from_numpy(times), absolute=absolute)
-    np.testing.assert_allclose(ours.numpy(), by_loops(latent, hidden, absolute, times), rtol=0, atol=1e-12)
-    common = torch.from_numpy(times[0])
+    spoilt[torch.from_numpy(repeats) == 0] = torch.nan  # a sample of weight 0 is ignored
+    ours = latent_alignment(latent, spoilt, weight=torch.from_numpy(repeats), absolute=absolute)
+    np.testing.assert_allclose(ours.numpy(), by_loops(latent, hidden, absolute, repeats), rtol=0, atol=1e-12)
+    common = torch.from_numpy(repeats[0])
     torch.testing.assert_close(
         latent_alignment(latent, hidden, weight=common),
         latent_alignment(latent, hidden, weight=7.5 * common.expand(latent.shape[:2])),
@@ -73,16 +72,15 @@ def test_a_weight_is_a_number_of_repeats(case, absolute):
 
 
 @given(cases())
-def test_absent_positions_are_not_looked_at(case):
+def test_absent_positions_are_ignored(case):
     latent, hidden, rng = case
     present = torch.from_numpy(rng.random(hidden.shape[:-1]) < 0.5)
     present[..., -1] = True
     spoilt = hidden.clone()
     spoilt[~present] = torch.nan
-    most = hidden.masked_fill(~present[..., None], -torch.inf)
-    np.testing.assert_allclose(
-        latent_alignment(latent, spoilt, present=present).numpy(), by_loops(latent, most), rtol=0, atol=1e-12
-    )
+    expected = by_loops(latent, hidden.masked_fill(~present[..., None], -torch.inf))
+    ours = latent_alignment(latent, spoilt, present=present)
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=0, atol=1e-12)
 
 
 @given(cases(), st.floats(0.1, 10), st.floats(-10, 10))
@@ -98,7 +96,7 @@ def test_scale_shift_and_order_of_units_do_not_matter(case, scale, shift):
 
 
 @given(cases())
-def test_a_unit_that_is_the_latent_aligns_and_its_opposite_does_only_absolutely(case):
+def test_a_unit_equal_to_the_latent_aligns_and_its_negative_only_in_absolute_value(case):
     latent, _, _ = case
     varies = latent.any(-2) & ~latent.all(-2)
     y = latent.double()
@@ -106,10 +104,10 @@ def test_a_unit_that_is_the_latent_aligns_and_its_opposite_does_only_absolutely(
     expected = torch.where(varies, one, nan)
     torch.testing.assert_close(latent_alignment(latent, y), expected, rtol=0, atol=1e-14, equal_nan=True)
     for column in range(y.shape[-1]):
-        own = latent[..., column : column + 1]
-        opposite = latent_alignment(own, -own.double())
+        single = latent[..., column : column + 1]
+        opposite = latent_alignment(single, -single.double())
         torch.testing.assert_close(opposite, -expected[..., column : column + 1], rtol=0, atol=1e-14, equal_nan=True)
-        absolute = latent_alignment(own, -own.double(), absolute=True)
+        absolute = latent_alignment(single, -single.double(), absolute=True)
         torch.testing.assert_close(absolute, expected[..., column : column + 1], rtol=0, atol=1e-14, equal_nan=True)
 
 
@@ -125,25 +123,28 @@ def test_rounding_of_a_constant_unit_is_no_alignment(seed, size):
     assert float(latent_alignment(latent, torch.cat([hidden, signal], dim=-1))) > 0.99
 
 
-def test_a_seed_with_nan_or_infinity_spoils_no_other():
-    generator = torch.Generator().manual_seed(0)
+@given(st.integers(0, 999))
+def test_a_diverged_seed_is_nan_and_changes_no_other(seed):
+    generator = torch.Generator().manual_seed(seed)
     latent = torch.rand(3, 8, 4, generator=generator) < 0.5
     hidden = torch.randn(3, 8, 2, 5, generator=generator)
     good = latent_alignment(latent, hidden)
     hidden[0, 3, 1, 2], hidden[2, 3, 1, 2] = torch.nan, torch.inf
     ours = latent_alignment(latent, hidden)
     assert bool(ours[[0, 2]].isnan().all())
-    torch.testing.assert_close(ours[1], good[1], rtol=0, atol=0)
-    assert mean_alignment(ours).isnan().tolist() == [True, False, True]
+    torch.testing.assert_close(ours[1], good[1], rtol=0, atol=0, equal_nan=True)
+    means = mean_alignment(ours)
+    assert bool(means[[0, 2]].isnan().all())
+    torch.testing.assert_close(means[1], mean_alignment(good)[1], rtol=0, atol=0, equal_nan=True)
 
 
 @given(cases())
 def test_the_mean_is_over_latents_that_vary(case):
     latent, hidden, _ = case
     aligned = latent_alignment(latent, hidden)
-    for ours, own in zip(mean_alignment(aligned).tolist(), aligned.numpy(), strict=True):
-        rest = own[~np.isnan(own)]
-        np.testing.assert_allclose(ours, rest.mean() if rest.size else np.nan, rtol=1e-13)
+    for ours, values in zip(mean_alignment(aligned).tolist(), aligned.numpy(), strict=True):
+        defined = values[~np.isnan(values)]
+        np.testing.assert_allclose(ours, defined.mean() if defined.size else np.nan, rtol=1e-13)
 
 
 LATENT, HIDDEN = (
@@ -176,11 +177,11 @@ LATENT, HIDDEN = (
 )
 def test_bad_input_is_named(change, name, word):
     options = {"latent": LATENT, "hidden": HIDDEN, **change}
-    with pytest.raises(InputError, match=f"`{name}` must be .*{word}"):
+    with pytest.raises(InputError, match=f"`{name}` must .*{word}"):
         latent_alignment(options.pop("latent"), options.pop("hidden"), **options)
 
 
 @pytest.mark.parametrize("aligned", [torch.tensor(1.0), torch.ones(3, dtype=torch.int64)])
-def test_a_mean_of_no_alignment_is_refused(aligned):
+def test_a_mean_of_anything_else_is_refused(aligned):
     with pytest.raises(InputError, match="`aligned`"):
         mean_alignment(aligned)

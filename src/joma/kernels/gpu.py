@@ -1,4 +1,4 @@
-"""What kernels of our own need and take: triton, which comes with PyTorch for CUDA alone, and half precision."""
+"""What the Triton kernels need: triton, which comes only with PyTorch for CUDA, and the half-precision dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def jit(function: Callable[..., object]) -> Any:
-    """Compile a kernel as it is written: a checker of annotations may have wrapped it."""
+    """Compile a Triton kernel from the function as it is written: a type checker may have wrapped it in the tests."""
     import triton  # pyright: ignore[reportMissingImports]
 
     return triton.jit(inspect.unwrap(function))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from joma.arguments import InputError, scalar
 
-TOLERANCE = 1e-5  # float32 rounding of a pad's activation stays below it, what a unit learns is far above
+TOLERANCE = 1e-5  # float32 rounding of a padding token's activation stays below it, what a unit learns is far above
 
 
 def latent_alignment(
@@ -25,19 +25,19 @@ def latent_alignment(
         A_l = max_k ⟨y_l − ȳ_l, h_k − h̄_k⟩ / (‖y_l − ȳ_l‖ ‖h_k − h̄_k‖),    h_k = max over positions
 
     with means, products and norms over samples, in float64. The correlation is signed, as in the table: a unit that is
-    on where the latent is off does not align. `absolute` takes its absolute value instead.
+    active where the latent is 0 does not align. `absolute` takes its absolute value instead.
 
-    A latent that is the same in all samples has no correlation: NaN. A unit that is constant has correlation 0. A NaN
-    or infinity among a seed's hidden units makes that seed's results NaN, and no other's.
+    A latent that is the same in all samples has no correlation: NaN. A unit that is constant has correlation 0. NaN or
+    an infinity among the hidden units of a diverged seed makes that seed's results NaN, and no other's.
 
     Args:
         latent: [*seed, sample, latent], boolean or real.
         hidden: [*seed, sample, position, unit], or [*seed, sample, unit] after the max over positions.
         present: [*seed, sample, position], which positions exist; all if not given.
-        weight: [sample] or [*seed, sample], how much each sample counts; all alike if not given.
+        weight: [sample] or [*seed, sample], the weight of each sample; equal if not given.
         absolute: whether to take absolute values of correlations.
         tolerance: a unit whose range over samples is at most this share of its largest magnitude counts as constant.
-            Rounding alone would otherwise be normalised to a correlation.
+            Rounding errors would otherwise be normalised to a correlation.
 
     Returns:
         [*seed, latent] in [−1, 1].
@@ -53,14 +53,14 @@ def latent_alignment(
     _check_shapes(latent, hidden, present)
     y = latent.detach().double()
     if not y.isfinite().all():
-        got = f"{int((~y.isfinite()).sum())} values that are not"
+        got = f"{int((~y.isfinite()).sum())} values that are not finite"
         raise InputError("latent", "finite", got, "drop those samples first")
-    h = (hidden.detach() if hidden.ndim == latent.ndim else _most(hidden.detach(), present)).double()
+    h = (hidden.detach() if hidden.ndim == latent.ndim else _max_over_positions(hidden.detach(), present)).double()
     w = _weights(weight, y.shape[:-1], y.device)
     y, h = (values.masked_fill(w[..., None] == 0, 0) for values in (y, h))  # so that 0 · NaN is 0
     correlation = _correlation(y, h, w, share)
     best = (correlation.abs() if absolute else correlation).amax(dim=-1)
-    return best.masked_fill(_spread(y, w) == 0, torch.nan)
+    return best.masked_fill(_range(y, w) == 0, torch.nan)
 
 
 def mean_alignment(aligned: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def mean_alignment(aligned: Tensor) -> Tensor:
         aligned: [*seed, latent].
 
     Returns:
-        [*seed], NaN where all are NaN.
+        [*seed], NaN where all latents are NaN.
 
     >>> mean_alignment(torch.tensor([[1.0, 0.5, torch.nan], [0.5, 0.5, 0.5]]))
     tensor([0.7500, 0.5000])
@@ -89,37 +89,40 @@ def _correlation(
     w: Float[Tensor, "*seed sample"],
     share: float,
 ) -> Float[Tensor, "*seed latent unit"]:
-    spread = _spread(h, w)
+    """Return the correlation of every latent with every unit, 0 for a constant unit."""
+    spread = _range(h, w)
     constant = (spread <= share * h.abs().amax(dim=-2)) & spread.isfinite()
-    y, h = (_unit(values, w) for values in (y, h))
+    y, h = (_standardised(values, w) for values in (y, h))
     return (y.mT @ h).clamp(-1, 1).masked_fill(constant[..., None, :], 0)
 
 
-def _unit(
-    values: Float[Tensor, "*seed sample one"], w: Float[Tensor, "*seed sample"]
-) -> Float[Tensor, "*seed sample one"]:
-    """Take the mean off and divide by the norm, so that a product of two such columns is their correlation."""
+def _standardised(
+    values: Float[Tensor, "*seed sample column"], w: Float[Tensor, "*seed sample"]
+) -> Float[Tensor, "*seed sample column"]:
+    """Subtract the mean and divide by the norm, so that the product of two such columns is their correlation."""
     centred = values - (w[..., None] * values).sum(dim=-2, keepdim=True)
     scaled = w[..., None].sqrt() * centred
     return scaled / scaled.norm(dim=-2, keepdim=True)
 
 
-def _spread(values: Float[Tensor, "*seed sample one"], w: Float[Tensor, "*seed sample"]) -> Float[Tensor, "*seed one"]:
-    """Return the range over the samples that count."""
+def _range(
+    values: Float[Tensor, "*seed sample column"], w: Float[Tensor, "*seed sample"]
+) -> Float[Tensor, "*seed column"]:
+    """Return the range over the samples of positive weight."""
     absent = w[..., None] == 0
     return values.masked_fill(absent, -torch.inf).amax(dim=-2) - values.masked_fill(absent, torch.inf).amin(dim=-2)
 
 
-def _most(
+def _max_over_positions(
     hidden: Float[Tensor, "*seed sample position unit"], present: Bool[Tensor, "*seed sample position"] | None
 ) -> Float[Tensor, "*seed sample unit"]:
-    """Return the max over the positions that exist, one position at a time: no copy of all activations is made."""
+    """Return the max over the positions that exist, one position at a time, without a copy of all activations."""
     if present is None:
         return hidden.amax(dim=-2)
-    most = torch.full_like(hidden[..., 0, :], -torch.inf)
-    for exists, here in zip(present.unbind(-1), hidden.unbind(-2), strict=True):
-        most = torch.where(exists[..., None], torch.maximum(most, here), most)
-    return most
+    largest = torch.full_like(hidden[..., 0, :], -torch.inf)
+    for exists, activation in zip(present.unbind(-1), hidden.unbind(-2), strict=True):
+        largest = torch.where(exists[..., None], torch.maximum(largest, activation), largest)
+    return largest
 
 
 def _weights(weight: Tensor | None, shape: torch.Size, device: torch.device) -> Float[Tensor, "*seed sample"]:
@@ -127,8 +130,8 @@ def _weights(weight: Tensor | None, shape: torch.Size, device: torch.device) -> 
     if weight is None:
         return torch.full(shape, 1 / shape[-1], dtype=torch.float64, device=device)
     if weight.shape not in (shape, shape[-1:]):
-        expected = f"of shape {tuple(shape)} or {tuple(shape[-1:])}"
-        raise InputError("weight", expected, f"shape {tuple(weight.shape)}", "give one number for each sample")
+        expected = f"shape {tuple(shape)} or {tuple(shape[-1:])}"
+        raise InputError("weight", expected, tuple(weight.shape), "give one number for each sample", must="have")
     w = weight.detach().double().expand(shape)
     total = w.sum(dim=-1, keepdim=True)
     if not (torch.isfinite(total) & (total > 0)).all() or (w < 0).any():
