@@ -1,4 +1,4 @@
-"""The paper's OPT and Pythia figures: attention entropy and stable rank over the checkpoints of pretrained models."""
+"""Attention entropy and stable rank over the checkpoints of pretrained models, as in the figures on OPT and Pythia."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from joma.watch.probing import ProbeResult, probe
 from joma.watch.recorder import preserve_random_state
 from joma.watch.series import Checkpoints, Store
 
-OWN = "tiny GPT-NeoX"
+TINY_MODEL = "tiny GPT-NeoX"
 SUITE = "EleutherAI/pythia-"
 PYTHIA = tuple(f"{SUITE}{size}" for size in ("70m", "160m", "410m"))
 OPT = tuple(f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b"))
 STEPS = (0, *(2**k for k in range(10)), 1000, 2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000, 143_000)  # Pythia's
 MEASURES = ("entropy", "stable_rank", "embedding_cosine", "embedding_random", "hidden_cosine")
-SHOWN = 4  # layers that are drawn, evenly spaced
+SHOWN = 4  # layers drawn, evenly spaced
 
 
 @dataclass(frozen=True)
 class Config:
-    """Models of the hub, or a tiny GPT-NeoX that is trained here."""
+    """Models on the hub, or a tiny GPT-NeoX that is trained here."""
 
     models: tuple[str, ...] = ()
-    """Repositories or folders of checkpoints; none: train a tiny GPT-NeoX by bytes of the corpus."""
+    """Repositories or folders of checkpoints; if empty, a tiny GPT-NeoX is trained on the bytes of the corpus."""
     revisions: tuple[str, ...] | None = None
-    """Of each series; empty: all. If not given, a few of the hub's Pythia, and all of any other."""
+    """Of each of `models`; empty for all. By default a few of Pythia's on the hub, and all of any other series."""
     corpus: str = "python-reference"
     layers: int = 3
     heads: int = 4
@@ -53,47 +53,47 @@ class Config:
     batch: int = 8
     steps: int = 300
     every: int = 50
-    """Revisions are saved at 0, 1, 2, 4 … like Pythia's, and every so many steps."""
+    """Checkpoints are saved at steps 0, 1, 2, 4 … like Pythia's, and at multiples of this number."""
     rate: float = 3e-3
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Probe each model's series, or train one series a seed and probe it."""
+    """Probe the series of each model, or train a series for each seed and probe those."""
     with _folder(context) as folder:
         store = Store(folder / "measures")
         if config.models:
-            found = [_probed(name, _series(name, config), store, context.progress) for name in config.models]
-            together = _joined(found, "model").assign_coords(model=list(config.models))
-            return together.expand_dims(seed=list(context.seeds[:1]))
-        _checked(config)
-        with context.progress.task(f"train a {OWN}", total=config.steps * len(context.seeds)) as work:
+            series = [_probe_series(name, _series(name, config), store, context.progress) for name in config.models]
+            data = _concatenate(series, "model").assign_coords(model=list(config.models))
+            return data.expand_dims(seed=list(context.seeds[:1]))
+        _check(config)
+        with context.progress.task(f"train a {TINY_MODEL}", total=config.steps * len(context.seeds)) as task:
             for seed in context.seeds:
-                trained(config, seed, folder / f"seed{seed}", work)
+                train(config, seed, folder / f"seed{seed}", task)
         names = [f"seed{seed}" for seed in context.seeds]
-        found = [_probed(name, Checkpoints(folder / name), store, SILENT) for name in names]
-    return _joined(found, "seed").assign_coords(seed=list(context.seeds)).expand_dims(model=[OWN])
+        series = [_probe_series(name, Checkpoints(folder / name), store, SILENT) for name in names]
+    return _concatenate(series, "seed").assign_coords(seed=list(context.seeds)).expand_dims(model=[TINY_MODEL])
 
 
-def _probed(name: str, series: Checkpoints, store: Store, progress: Progress) -> xr.Dataset:
-    """Probe one series. Its faults are kept as an attribute; those that cost a measure are said at once."""
-    found = probe(series, store=store, progress=progress)
-    for fault in found.audit.faults:
+def _probe_series(name: str, series: Checkpoints, store: Store, progress: Progress) -> xr.Dataset:
+    """Probe a series; its faults become an attribute, and those that lose data also a warning."""
+    result = probe(series, store=store, progress=progress)
+    for fault in result.audit.faults:
         if fault.loses_data:
             warnings.warn(f"{name}: {fault}", stacklevel=3)
-    faults = [{"series": name, **asdict(fault)} for fault in found.audit.faults]
-    return _indexed(found).assign_attrs(faults=json.dumps(faults, ensure_ascii=False))
+    faults = [{"series": name, **asdict(fault)} for fault in result.audit.faults]
+    return _with_numbered_layers(result).assign_attrs(faults=json.dumps(faults, ensure_ascii=False))
 
 
-def _joined(found: Sequence[xr.Dataset], dim: str) -> xr.Dataset:
-    """All series along a new axis, their faults in one list."""
-    faults = [fault for one in found for fault in json.loads(one.attrs["faults"])]
-    together = xr.concat(found, dim, join="outer", data_vars="all", combine_attrs="drop")
-    return together.assign_attrs(faults=json.dumps(faults, ensure_ascii=False))
+def _concatenate(series: Sequence[xr.Dataset], dim: str) -> xr.Dataset:
+    """Concatenate all series along a new axis, and their faults to one list."""
+    faults = [fault for data in series for fault in json.loads(data.attrs["faults"])]
+    combined = xr.concat(series, dim, join="outer", data_vars="all", combine_attrs="drop")
+    return combined.assign_attrs(faults=json.dumps(faults, ensure_ascii=False))
 
 
 @contextmanager
 def _folder(context: Context) -> Iterator[Path]:
-    """Where revisions and measures are kept: in the run, or for as long as they are needed."""
+    """Give the run's folder for checkpoints and measurements, or a temporary one if the run has none."""
     if context.checkpoints is not None:
         yield context.checkpoints
         return
@@ -102,6 +102,7 @@ def _folder(context: Context) -> Iterator[Path]:
 
 
 def _series(name: str, config: Config) -> Checkpoints:
+    """Return the checkpoints of a model, those in `config.revisions` if it has more than one."""
     revisions = config.revisions
     if revisions is None and name.startswith(SUITE) and not Path(name).is_dir():
         revisions = tuple(f"step{step}" for step in STEPS)
@@ -109,65 +110,75 @@ def _series(name: str, config: Config) -> Checkpoints:
     return Checkpoints(name, revisions=revisions) if revisions and len(series) > 1 else series
 
 
-def _indexed(found: ProbeResult) -> xr.Dataset:
-    """Layers and matrices by their number, as models name them differently; and how many checkpoints were left out."""
-    data, faults = found.data, found.audit.faults
-    absent = [name for name in MEASURES if name not in data]
-    if absent:
-        known = (fault.message for fault in faults if fault.kind in ("not run", "not measured"))
-        got = next(known, None) if "entropy" in absent else None
-        got = got or f"{data.attrs['source']} without {', '.join(absent)}"
-        raise InputError("models", "with all that is drawn", got, "leave it out, and see it with `joma probe`")
+def _with_numbered_layers(result: ProbeResult) -> xr.Dataset:
+    """Return the data with layers and matrices by number, as models name them differently, and with `left_out`.
+
+    `left_out` is the number of checkpoints that the audit has left out.
+    """
+    data, faults = result.data, result.audit.faults
+    missing = [name for name in MEASURES if name not in data]
+    if missing:
+        reasons = (fault.message for fault in faults if fault.kind in ("not run", "not measured"))
+        got = next(reasons, None) if "entropy" in missing else None
+        got = got or f"{data.attrs['source']} without {', '.join(missing)}"
+        remedy = "leave it out, and measure the rest with `joma probe`"
+        raise InputError("models", "models of which all measures can be taken", got, remedy)
     data = data.drop_vars(["layer", "weight", "checkpoint"], errors="ignore").rename(weight="matrix")
     if "bounce_depth" not in data:
         data = data.assign(bounce_depth=("layer", np.full(data.sizes["layer"], np.nan)))
         data = data.assign(bounce_recovery=data.bounce_depth, bounce_p_value=data.bounce_depth)
     data = data[[*MEASURES, "bounce_depth", "bounce_recovery", "bounce_p_value"]]
     data = data.assign_coords({dim: np.arange(data.sizes[dim]) for dim in ("layer", "head", "matrix", "depth")})
-    return data.assign(left_out=len(found.audit.left_out)).drop_attrs()
+    return data.assign(left_out=len(result.audit.left_out)).drop_attrs()
 
 
-def trained(config: Config, seed: int, folder: Path, work: Task) -> None:
-    """Train the tiny GPT-NeoX with the Trainer and leave its revisions in `folder`, named like Pythia's.
+def train(config: Config, seed: int, folder: Path, task: Task) -> None:
+    """Train the tiny GPT-NeoX with the Trainer and save its checkpoints in `folder`, named like Pythia's.
 
-    What a killed run left half done is begun anew, and ends with the same bits.
+    A training that was killed starts again and ends with the same bits.
     """
     if folder.exists():
         return
-    draft = folder.with_name(f".{folder.name}")
-    shutil.rmtree(draft, ignore_errors=True)
+    unfinished = folder.with_name(f".{folder.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
     hf = transformers()
-    options: dict[str, Any] = {
-        "output_dir": str(draft),
-        "max_steps": config.steps,
-        "per_device_train_batch_size": config.batch,
-        "learning_rate": config.rate,
-        "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": max(1, config.steps // 100),
-        "adam_beta2": 0.95,
-        "weight_decay": 0.01,
-        "seed": seed,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "use_cpu": True,
-    }
     with preserve_random_state(), quiet():
         trainer = hf.Trainer(
             model_init=lambda: hf.GPTNeoXForCausalLM(_architecture(config)),
-            args=hf.TrainingArguments(**options),
+            args=_training_arguments(config, seed, unfinished),
             train_dataset=_windows(config),
-            callbacks=[_saver(config, draft, work)],
+            callbacks=[_saver(config, unfinished, task)],
         )
         trainer.remove_callback(hf.trainer_callback.PrinterCallback)
         trainer.train()
-    draft.rename(folder)
+    unfinished.rename(folder)
 
 
-def _checked(config: Config) -> None:
-    """Refuse what cannot be trained before anything is begun."""
+def _training_arguments(config: Config, seed: int, folder: Path) -> Any:
+    return transformers().TrainingArguments(
+        output_dir=str(folder),
+        max_steps=config.steps,
+        per_device_train_batch_size=config.batch,
+        learning_rate=config.rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=max(1, config.steps // 100),
+        adam_beta2=0.95,
+        weight_decay=0.01,
+        seed=seed,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+    )
+
+
+def _check(config: Config) -> None:
+    """Raise an error for a config that cannot be trained, before anything is done."""
+    if config.revisions:
+        remedy = "give `models` as well, or leave it out"
+        raise InputError("revisions", "left out where a model is trained here", config.revisions, remedy)
     for name in ("layers", "heads", "width", "batch", "steps", "every"):
         whole(name, getattr(config, name))
     whole("length", config.length, low=2)
@@ -192,18 +203,18 @@ def _architecture(config: Config) -> Any:
 
 
 def _windows(config: Config) -> list[dict[str, torch.Tensor]]:
-    """The training text in windows of `length` bytes, each its own input and target."""
-    columns = corpus(config.corpus, tokeniser="bytes").train
-    count = len(columns) // config.length
+    """Return the training text in windows of `length` bytes, each both input and target."""
+    text = corpus(config.corpus, tokeniser="bytes").train
+    count = len(text) // config.length
     if not count:
-        got = f"{len(columns)} to train on in {config.corpus}"
+        got = f"{len(text)} to train on in {config.corpus}"
         raise InputError("corpus", f"of at least {config.length} bytes, one window", got, "give a longer text")
-    windows = torch.from_numpy(columns[: count * config.length].astype(np.int64)).reshape(count, config.length)
+    windows = torch.from_numpy(text[: count * config.length].astype(np.int64)).reshape(count, config.length)
     return [{"input_ids": window, "labels": window} for window in windows]
 
 
-def _saver(config: Config, folder: Path, work: Task) -> Any:
-    """A callback that saves the model, weights and config alone, at Pythia's steps."""
+def _saver(config: Config, folder: Path, task: Task) -> Any:
+    """Return a callback that saves the model, weights and config only, at Pythia's steps."""
 
     class Saver(transformers().TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -215,7 +226,7 @@ def _saver(config: Config, folder: Path, work: Task) -> Any:
             step = state.global_step
             if step & (step - 1) == 0 or step % config.every == 0 or step == config.steps:
                 self.save(kwargs["model"], step)
-            work.advance()
+            task.advance()
 
         def save(self, model: Any, step: int) -> None:
             model.save_pretrained(folder / f"step{step}")
@@ -223,49 +234,49 @@ def _saver(config: Config, folder: Path, work: Task) -> Any:
     return Saver()
 
 
-def over_models(values: xr.DataArray) -> xr.DataArray:
-    """The mean over the models that have it, per seed."""
+def mean_over_models(values: xr.DataArray) -> xr.DataArray:
+    """Return the mean over the models that have a value, for each seed."""
     if not bool(values.notnull().any()):
         raise NotInRun("no series is long enough")
     return values.mean("model")
 
 
 def rank_left(run: xr.Dataset) -> xr.DataArray:
-    """Least stable rank over the training, relative to the start, mean over matrices, per seed."""
+    """Return the minimum of the stable rank relative to its start, the mean over matrices, for each seed."""
     start = run.stable_rank.isel(step=0)
     several = run.stable_rank.notnull().sum("step") > 1
-    return over_models((run.stable_rank.min("step") / start).where(several).mean("matrix"))
+    return mean_over_models((run.stable_rank.min("step") / start).where(several).mean("matrix"))
 
 
 def embedding_excess(run: xr.Dataset) -> xr.DataArray:
-    """Root mean square cosine of the embeddings at the last step over that of random directions, per seed."""
-    return over_models(_last(run.embedding_cosine) / run.embedding_random.max("step"))
+    """Return the last root mean square cosine of the embeddings relative to random directions, for each seed."""
+    return mean_over_models(_last(run.embedding_cosine) / run.embedding_random.max("step"))
 
 
 def _last(values: xr.DataArray) -> xr.DataArray:
-    """The value at the last step that a series has."""
-    place = xr.DataArray(np.arange(1, values.sizes["step"] + 1), dims="step")
-    return values.isel(step=(values.notnull() * place).argmax("step"))
+    """Return the value at the last step that each series has."""
+    number = xr.DataArray(np.arange(1, values.sizes["step"] + 1), dims="step")
+    return values.isel(step=(values.notnull() * number).argmax("step"))
 
 
 CLAIMS = (
     Claim(
         "falls",
         "Attention gets sparser at first: fall of the lowest layer's entropy from its start to its least, in nats.",
-        lambda run: over_models(run.bounce_depth.isel(layer=0)),
+        lambda run: mean_over_models(run.bounce_depth.isel(layer=0)),
         at_least(0.3),
     ),
     Claim(
         "bounces",
         "Attention gets denser again: recovery of the lowest layer's entropy from its least to the end, in nats.",
-        lambda run: over_models(run.bounce_recovery.isel(layer=0)),
+        lambda run: mean_over_models(run.bounce_recovery.isel(layer=0)),
         at_least(0.1),
         presets=("paper",),
     ),
     Claim(
         "not-noise",
         "The recovery of entropy is no noise: how often the best curve that never rises, with noise, rises as clearly.",
-        lambda run: over_models(run.bounce_p_value.isel(layer=0)),
+        lambda run: mean_over_models(run.bounce_p_value.isel(layer=0)),
         at_most(0.05),
         presets=("paper",),
     ),
@@ -292,8 +303,8 @@ CLAIMS = (
 
 
 def draw(run: xr.Dataset) -> Figure:
-    """Draw a row for each series, and one for all models that have a single checkpoint."""
-    several = [name for name in run.model.values if int(_steps(run.sel(model=name))) > 1]
+    """Draw a row for each series, and one for all models with a single checkpoint."""
+    several = [name for name in run.model.values if _measured_steps(run.sel(model=name)).size > 1]
     single = [name for name in run.model.values if name not in several]
     figure, axes = canvas(len(several) + bool(single), 3, width=3.4, height=2.7)
     for row, name in zip(axes, several, strict=False):
@@ -304,30 +315,33 @@ def draw(run: xr.Dataset) -> Figure:
     return figure
 
 
-def _steps(one: xr.Dataset) -> xr.DataArray:
-    return one.entropy.notnull().any(("seed", "layer", "head")).sum()
+def _measured_steps(model: xr.Dataset) -> np.ndarray:
+    """Return the indices of the steps that a model has."""
+    return np.flatnonzero(model.entropy.notnull().any(("seed", "layer", "head")))
 
 
-def _places(values: xr.DataArray, dim: str) -> list[int]:
+def _shown(values: xr.DataArray, dim: str) -> list[int]:
+    """Return the indices along `dim` that are drawn, evenly spaced over those that the model has."""
     count = int(values.notnull().any([other for other in values.dims if other != dim]).sum())
     return evenly_spaced(count, SHOWN)
 
 
-def _draw_series(axes: np.ndarray, one: xr.Dataset, name: str) -> None:
-    one = one.isel(step=np.flatnonzero(one.entropy.notnull().any(("seed", "layer", "head"))))
-    at = one.step + 1
+def _draw_series(axes: np.ndarray, model: xr.Dataset, name: str) -> None:
+    """Draw one series over its steps: entropy, stable rank and cosines."""
+    model = model.isel(step=_measured_steps(model))
+    at = model.step + 1
     panels: tuple[tuple[str, xr.DataArray, str, str], ...] = (
-        ("layer", one.entropy.mean("head"), "entropy / nats", f"{name}: attention"),
-        ("matrix", one.stable_rank, "stable rank", "Lower matrix of the MLP"),
-        ("depth", one.hidden_cosine, "root mean square cosine", "Orthogonality"),
+        ("layer", model.entropy.mean("head"), "entropy / nats", f"{name}: attention"),
+        ("matrix", model.stable_rank, "stable rank", "Lower matrix of the MLP"),
+        ("depth", model.hidden_cosine, "root mean square cosine", "Orthogonality"),
     )
     for panel, (dim, values, ylabel, title) in zip(axes, panels, strict=True):
-        for place, which in enumerate(_places(values, dim)):
-            label = f"hidden, depth {which}" if dim == "depth" else f"layer {which}"
-            band(panel, at, values.isel({dim: which}), place, label)
+        for colour, index in enumerate(_shown(values, dim)):
+            label = f"hidden, depth {index}" if dim == "depth" else f"layer {index}"
+            band(panel, at, values.isel({dim: index}), colour, label)
         panel.set(xscale="log", xlabel="step + 1", ylabel=ylabel, title=title)
-    band(axes[2], at, one.embedding_cosine, 4, "embeddings")
-    axes[2].axhline(float(one.embedding_random.max()), color="grey", linestyle=":", linewidth=1)
+    band(axes[2], at, model.embedding_cosine, 4, "embeddings")
+    axes[2].axhline(float(model.embedding_random.max()), color="grey", linestyle=":", linewidth=1)
     for panel in axes:
         panel.margins(y=0.15)
         panel.legend()
@@ -335,16 +349,16 @@ def _draw_series(axes: np.ndarray, one: xr.Dataset, name: str) -> None:
 
 
 def _draw_single(axes: np.ndarray, models: xr.Dataset) -> None:
-    """Models with one checkpoint, over their relative depth."""
+    """Draw models with one checkpoint each over their relative depth."""
     panels: tuple[tuple[Axes, str, xr.DataArray, str], ...] = (
         (axes[0], "layer", models.entropy.mean("head"), "entropy / nats"),
         (axes[1], "matrix", models.stable_rank, "stable rank"),
         (axes[2], "depth", models.hidden_cosine, "root mean square cosine"),
     )
     for panel, dim, values, ylabel in panels:
-        for place, name in enumerate(models.model.values):
-            own = _last(values.sel(model=name).isel(seed=0)).dropna(dim)
-            measured(panel, np.linspace(0, 1, own.size), own, place, str(name), linestyle="-")
+        for colour, name in enumerate(models.model.values):
+            curve = _last(values.sel(model=name).isel(seed=0)).dropna(dim)
+            measured(panel, np.linspace(0, 1, curve.size), curve, colour, str(name), linestyle="-")
         panel.set(xlabel="relative depth", ylabel=ylabel)
     axes[0].legend()
 
