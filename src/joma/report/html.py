@@ -1,4 +1,4 @@
-"""Runs on disk become one HTML file that needs nothing beside it: styles and figures are inside."""
+"""Write the report of stored runs: one HTML file that contains its styles and figures and needs no other file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import xarray as xr
 
 from joma.files import StorageError, write_text
 from joma.report.table import number, spread
 from joma.runs import find_runs, now, open_run, provenance, read_claims, read_config
 
+# For each verdict its sign and its CSS class.
 VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested at this preset": ("–", "open")}
 
 
@@ -48,7 +50,7 @@ def _template() -> jinja2.Template:
 
 
 def _section(path: Path, about: Mapping[str, str]) -> dict[str, Any]:
-    """One run as the template wants it."""
+    """Return what the template shows of one run."""
     record, config = read_claims(path), read_config(path)
     trajectory = open_run(path)
     return {
@@ -64,15 +66,21 @@ def _section(path: Path, about: Mapping[str, str]) -> dict[str, Any]:
         "counts": {verdict: sum(claim["verdict"] == verdict for claim in record["claims"]) for verdict in VERDICTS},
         "figures": [_figure(file) for file in sorted((path / "figures").glob("*.svg"))],
         "attributes": dict(sorted(trajectory.attrs.items())),
-        "variables": [(name, ", ".join(f"{d} {n}" for d, n in v.sizes.items())) for name, v in trajectory.items()],
+        "variables": [(name, _dimensions(variable)) for name, variable in trajectory.items()],
     }
 
 
+def _dimensions(variable: xr.DataArray) -> str:
+    return ", ".join(f"{name} {size}" for name, size in variable.sizes.items())
+
+
 def _figure(file: Path) -> dict[str, str]:
+    """Return the caption of a figure, and its picture as a data URL."""
     caption = file.with_suffix(".txt").read_text(encoding="utf-8").strip()
     image = base64.b64encode(file.read_bytes()).decode("ascii")
     return {"caption": caption, "image": f"data:image/svg+xml;base64,{image}", "name": file.stem}
 
 
 def _totals(sections: list[dict[str, Any]]) -> dict[str, int]:
+    """Return how many claims of all runs have each verdict."""
     return {verdict: sum(section["counts"][verdict] for section in sections) for verdict in VERDICTS}
