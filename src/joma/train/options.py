@@ -47,7 +47,7 @@ class Record:
         """Return the steps at which to record, checked to lie in [0, last]."""
         steps = _checked_steps("at", range(last + 1) if self.at is None else self.at, last)
         if not steps:
-            raise InputError("at", "at least one step", "none", "use a policy of joma.schedule")
+            raise InputError("at", "at least one step", "none", "give steps, such as those of `joma.schedule.every`")
         return steps
 
     def labels(self, count: int) -> Sequence[int]:
