@@ -1,11 +1,11 @@
-"""Theorem 1 and Figure 2: what training attention and MLP together keeps constant, and what the prediction omits."""
+"""Theorem 1 and Figure 2: what joint training of attention and MLP keeps constant, and what the prediction omits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ from joma.train import Optimiser, Record
 
 ATTENTIONS = ("softmax", "exp", "linear")
 ACTIVATIONS = ("linear", "relu", "gelu")
-TOKENS = ("gaussian", "random")
-TERMS = ("drift", "gap", "step")  # of the ledger; a correction subtracts its own and those before it
+TOKEN_KINDS = ("gaussian", "random")
+TERMS = ("drift", "gap", "step")  # of the ledger
+CORRECTIONS = {"none": "ẑ", "drift": "ẑ − drift", "gap": "ẑ − drift − gap", "step": "ẑ − drift − gap − step"}
 BREAKERS = {
     "norm": "LayerNorm before W",
     "skip": "a skip of f past W",
@@ -37,7 +38,7 @@ BREAKERS = {
     "adam": "Adam",
 }
 NAMES = {"linear": "linear", "relu": "ReLU", "gelu": "GELU", "gaussian": "Gaussian", "random": "random"}
-CORRECTED = {"none": "ẑ", "drift": "ẑ − drift", "gap": "ẑ − drift − gap", "step": "ẑ − drift − gap − step"}
+DIVERGED = 1e50  # a weight or logit of this size: the comparison takes fourth powers, which must not overflow
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class Config:
     temperature: float = 0.5
     """Of softmax attention."""
     overlap: float = 0.2
-    """Cosine between any two embeddings, where the breaker says that they overlap."""
+    """Cosine between any two embeddings under the breaker `overlap`."""
     decay: float = 0.01
-    """Weight decay, where the breaker says so."""
+    """Weight decay under the breaker `decay`."""
     adam_rate: float = 0.01
-    """Adam's learning rate, where the breaker says so; `rate_z / rate` times as much for the logits."""
+    """Learning rate of the weights under the breaker `adam`; that of the logits is `rate_z / rate` times as large."""
 
     @property
     def kappa(self) -> float:
@@ -68,8 +69,8 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What one training differs in from another; both kinds of tokens and all seeds are trained together."""
+class BlockSetting:
+    """What the trainings of this study differ in. Each trains both kinds of tokens and all seeds as one model."""
 
     attention: str
     activation: str
@@ -77,60 +78,62 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """For the progress bar."""
+        """The label of the progress bar and of the folder of checkpoints."""
         breaker = f", {BREAKERS[self.breaker]}" if self.breaker in BREAKERS else ""
         return f"{self.attention} attention, {NAMES[self.activation]}{breaker}"
 
 
-HUGE = 1e50  # beyond it fourth powers overflow
-
-BROKEN = Setting("exp", "gelu")  # where the breakers are switched on
+BROKEN = BlockSetting("exp", "gelu")  # in which the breakers are switched on
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
     """Train every attention with every activation, then each breaker, and compare all with the law."""
-    settings = [Setting(*pair) for pair in product(ATTENTIONS, ACTIVATIONS)]
+    settings = [BlockSetting(*pair) for pair in product(ATTENTIONS, ACTIVATIONS)]
     settings += [replace(BROKEN, breaker=breaker) for breaker in BREAKERS]
     for setting in settings:
-        _prepared(config, context, setting)  # bad input is found before any training
-    found = {}
-    with context.progress.task("invariance", total=len(settings)) as work:
+        _prepare(config, context, setting)  # bad input is reported before any training
+    trials = {}
+    with context.progress.task("invariance", total=len(settings)) as task:
         for setting in settings:
-            found[setting] = trial(config, context, setting)
-            work.advance()
-    rows = {one: _joined({two: found[Setting(one, two)] for two in ACTIVATIONS}, "activation") for one in ATTENTIONS}
-    broken = {breaker: found[replace(BROKEN, breaker=breaker)].error for breaker in ("none", *BREAKERS)}
-    result = _joined(rows, "attention").assign(broken=_joined(broken, "breaker").sel(correction="step", drop=True))
-    return result.transpose("seed", "step", ..., missing_dims="ignore")
+            trials[setting] = trial(config, context, setting)
+            task.advance()
+    rows = {
+        attention: _concat({name: trials[BlockSetting(attention, name)] for name in ACTIVATIONS}, "activation")
+        for attention in ATTENTIONS
+    }
+    errors = {breaker: trials[replace(BROKEN, breaker=breaker)].error for breaker in ("none", *BREAKERS)}
+    broken = _concat(errors, "breaker").sel(correction="step", drop=True)
+    return _concat(rows, "attention").assign(broken=broken).transpose("seed", "step", ..., missing_dims="ignore")
 
 
-def trial(config: Config, context: Context, setting: Setting) -> xr.Dataset:
+def trial(config: Config, context: Context, setting: BlockSetting) -> xr.Dataset:
     """Train one block on both kinds of tokens with all seeds at once, and compare its logits with the law.
 
     Returns:
         Over `seed`, `step` and `kind`: `error` of the law after each `correction`, `size` of each `term` of the ledger
         (both over ‖z − z(0)‖), `correlation`, the change of `logit_sum`, `loss`; at the end, by `token`, the `law`'s
         quantity (Σ_m z_m, or Σ_m z_m² for linear attention) and what is `predicted` after each correction.
+        Diverged seeds are NaN.
     """
-    x, block, optimiser = _prepared(config, context, setting)
-    raw = _trained(config, context, setting, x=x, block=block, optimiser=optimiser)
-    return _unfolded(_compared(config, setting.attention, raw, x.numpy()), context.seeds)
+    x, block, optimiser = _prepare(config, context, setting)
+    trajectory = _train(config, context, setting, x=x, block=block, optimiser=optimiser)
+    return _compare(config, setting.attention, trajectory, x.numpy())
 
 
-def _joined(parts: Mapping[str, Any], dim: str) -> Any:
+def _concat(parts: Mapping[str, Any], dim: str) -> Any:
     return xr.concat(list(parts.values()), xr.IndexVariable(dim, list(parts)), join="exact")
 
 
-def _prepared(config: Config, context: Context, setting: Setting) -> tuple[Tensor, Block, Optimiser]:
-    """Return the data of both kinds one after the other [kind and seed, class, token], the block and the optimiser.
+def _prepare(config: Config, context: Context, setting: BlockSetting) -> tuple[Tensor, Block, Optimiser]:
+    """Return the token frequencies [kind and seed, class, token], the block and the optimiser of a setting.
 
-    A seed draws its data and then its weights from one stream, whatever the setting.
+    A seed draws its data and then its weights from one stream, the same in every setting.
     """
-    streams = {kind: context.seed_generators() for kind in TOKENS}
+    generators = {kind: context.seed_generators() for kind in TOKEN_KINDS}
     draw = partial(token_classes, classes=config.classes, distinct=config.distinct, common=config.common)
-    x = torch.cat([draw(kind, generators=own).frequency for kind, own in streams.items()])
-    options, optimiser = _broken(config, setting.breaker)
-    embeddings = options.pop("embeddings", None)
+    x = torch.cat([draw(kind, generators=generators[kind]).frequency for kind in TOKEN_KINDS])
+    optimiser = _optimiser(config, setting.breaker)
+    embeddings = overlapping(config.dim, x.shape[-1] + 1, config.overlap) if setting.breaker == "overlap" else None
     parts = BlockConfig(
         tokens=x.shape[-1],
         hidden=config.classes,
@@ -138,30 +141,22 @@ def _prepared(config: Config, context: Context, setting: Setting) -> tuple[Tenso
         attention=setting.attention,
         activation=setting.activation,
         temperature=_temperature(config, setting.attention),
-        **options,
+        norm=setting.breaker == "norm",
+        skip=setting.breaker == "skip",
     )
-    generators = [generator for own in streams.values() for generator in own]
-    block = Block(parts, generators=generators, embeddings=embeddings)
-    return x, block, optimiser
+    return x, Block(parts, generators=list(chain(*generators.values())), embeddings=embeddings), optimiser
 
 
 def _temperature(config: Config, attention: str) -> float:
     return config.temperature if attention == "softmax" else 1.0
 
 
-def _broken(config: Config, breaker: str) -> tuple[dict[str, Any], Optimiser]:
-    """Return the block's options and the optimiser with one of `BREAKERS` switched on, or none."""
-    for name in ("rate", "rate_z"):
-        if getattr(config, name) == 0:
-            raise InputError(name, "above 0", 0, "give a positive number")
-    sgd = Optimiser("sgd", config.rate, {"z": config.rate_z})
-    if breaker == "overlap":
-        return {"embeddings": overlapping(config.dim, config.distinct + config.common + 1, config.overlap)}, sgd
-    if breaker == "decay":
-        return {}, replace(sgd, weight_decay=config.decay)
+def _optimiser(config: Config, breaker: str) -> Optimiser:
+    """Return SGD with the rates of the config, with weight decay or replaced by Adam if that is the breaker."""
+    rate, rate_z = (scalar(name, getattr(config, name), above=0.0) for name in ("rate", "rate_z"))
     if breaker == "adam":
-        return {}, Optimiser("adam", config.adam_rate, {"z": config.kappa * config.adam_rate})
-    return {breaker: True} if breaker in ("norm", "skip") else {}, sgd
+        return Optimiser("adam", config.adam_rate, {"z": config.kappa * config.adam_rate})
+    return Optimiser("sgd", rate, {"z": rate_z}, weight_decay=config.decay if breaker == "decay" else 0.0)
 
 
 def overlapping(dim: int, columns: int, cosine: float) -> Float[Tensor, "dim column"]:
@@ -174,99 +169,91 @@ def overlapping(dim: int, columns: int, cosine: float) -> Float[Tensor, "dim col
     cosine = scalar("overlap", cosine, low=0.0, high=1.0)
     if dim <= columns:
         raise InputError("dim", f"above {columns}, the number of embeddings", dim, "widen it")
-    own, shared = torch.eye(dim - 1, columns, dtype=torch.float64), torch.ones(1, columns, dtype=torch.float64)
-    return torch.cat([np.sqrt(1 - cosine) * own, np.sqrt(cosine) * shared])
+    orthogonal, shared = torch.eye(dim - 1, columns, dtype=torch.float64), torch.ones(1, columns, dtype=torch.float64)
+    return torch.cat([np.sqrt(1 - cosine) * orthogonal, np.sqrt(cosine) * shared])
 
 
-def _trained(
-    config: Config, context: Context, setting: Setting, *, x: Tensor, block: Block, optimiser: Optimiser
+def _train(
+    config: Config, context: Context, setting: BlockSetting, *, x: Tensor, block: Block, optimiser: Optimiser
 ) -> xr.Dataset:
-    """Train, keeping every step of `v` and `z`, and for softmax of what its ledger needs."""
-    x, block = x.to(context.device), block.to(context.device)
+    """Train, and record `v` and `z` at every step, for softmax also what its ledger needs."""
+    x, softmax = x.to(context.device), setting.attention == "softmax"
 
     def loss(model: Block, _step: Tensor) -> Tensor:
         """Cross entropy: sample i is class i, and hidden unit k is the logit of class k."""
         h = model(x)
         return (h.logsumexp(dim=-1) - h.diagonal(dim1=-2, dim2=-1)).mean(dim=-1)
 
-    def record(model: Block, _step: int) -> dict[str, Tensor]:
-        kept: dict[str, Tensor] = {"w": model.w, "z": model.z}
-        return (
-            kept | {"b_bar": model.mean_attention(), "pull": model.pull()} if setting.attention == "softmax" else kept
-        )
+    def measure(model: Block, _step: int) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = {"w": model.w, "z": model.z}
+        return weights | {"b_bar": model.mean_attention(), "pull": model.pull()} if softmax else weights
 
     dims = {"w": ("dim", "hidden"), "z": ("query", "token"), "b_bar": ("token",), "pull": ("token",)}
-    raw = context.fit(
+    trajectory = context.fit(
         block,
         loss,
         optimiser=optimiser,
         steps=whole("steps", config.steps),
-        record=Record(record, dims=dims),
-        arms=Arms("kind", TOKENS),
+        record=Record(measure, dims=dims),
+        arms=Arms("kind", TOKEN_KINDS),
         label=setting.label,
     )
-    raw = raw.stack(lead=("kind", "seed")).drop_vars(("lead", "kind", "seed")).rename(lead="seed")
-    raw = raw.transpose("seed", "step", ...)
-    v = block.U_C.T.cpu().numpy() @ raw.w.values  # at once: cheaper than at every step
-    return raw.drop_vars("w").assign(v=(("seed", "step", "token", "hidden"), v))
+    v = block.U_C.T.cpu().numpy() @ trajectory.w.values  # of all steps at once: cheaper than in `measure`
+    return trajectory.drop_vars("w").assign(v=(("kind", "seed", "step", "token", "hidden"), v))
 
 
-def _compared(config: Config, attention: str, raw: xr.Dataset, x: np.ndarray) -> xr.Dataset:
-    """Put prediction and measurement side by side; of every step's arrays, a hundred steps' figures are kept."""
-    alive = (worst(abs(raw.v)) < HUGE).values & (worst(abs(raw.z)) < HUGE).values  # False for NaN: the seed diverged
-    if not alive.any():
+def _compare(config: Config, attention: str, trajectory: xr.Dataset, x: np.ndarray) -> xr.Dataset:
+    """Compare about a hundred of the steps with the law; diverged seeds are left out of it and NaN in the result."""
+    below = abs(trajectory[["v", "z"]]) < DIVERGED  # False for NaN
+    trained = (below.v.all(("step", "token", "hidden")) & below.z.all(("step", "query", "token"))).values
+    if not trained.any():
         raise InputError("rate", "small enough to train with", config.rate, "every seed diverged: lower it")
-    path = raw.isel(seed=alive).transpose("step", ...)
-    predicted, book = _predicted(config, attention, path, x[alive])
-    kept = list(schedule.every(max(1, config.steps // 100), config.steps))
-    z = path.z.values[kept]
+    kinds, seeds = (xr.DataArray(index, dims="model") for index in np.nonzero(trained))
+    path = trajectory.isel(kind=kinds, seed=seeds).transpose("step", "model", ...)
+    predicted, ledger = _predict(config, attention, path, x[trained.ravel()])
+    steps = list(schedule.every(max(1, config.steps // 100), config.steps))
+    z = path.z.values[steps]
     law = (z ** invariants.ATTENTIONS[attention].power).sum(axis=-2)
-    terms = np.stack([book.drift, book.gap, book.step])[:, kept]
-    corrected = predicted[kept] - np.cumsum([np.zeros_like(law), *terms], axis=0)
-    over_steps = ("step", "lead")
-    return xr.Dataset(
+    terms = np.stack([ledger.drift, ledger.gap, ledger.step])[:, steps]
+    corrected = predicted[steps] - np.cumsum([np.zeros_like(law), *terms], axis=0)
+    over_steps = ("step", "model")
+    compared = xr.Dataset(
         {
             "error": (("correction", *over_steps), invariants.relative_error(law, corrected, law[0])),
             "size": (("term", *over_steps), invariants.relative_error(law, law + terms, law[0])),
             "correlation": (over_steps, invariants.correlation(law, corrected[0])),
             "logit_sum": (over_steps, np.abs(z.sum(axis=-1) - z[0].sum(axis=-1)).max(axis=-1)),
-            "loss": (over_steps, path.loss.values[kept]),
-            "law": (("lead", "token"), law[-1]),
-            "predicted": (("correction", "lead", "token"), corrected[:, -1]),
+            "loss": (over_steps, path.loss.values[steps]),
+            "law": (("model", "token"), law[-1]),
+            "predicted": (("correction", "model", "token"), corrected[:, -1]),
         },
-        coords={"correction": list(CORRECTED), "term": list(TERMS), "step": kept, "lead": np.flatnonzero(alive)},
+        {"correction": list(CORRECTIONS), "term": list(TERMS), "step": steps, "kind": path.kind, "seed": path.seed},
     )
+    compared = compared.set_index(model=["kind", "seed"]).unstack("model")
+    return compared.reindex(kind=list(TOKEN_KINDS), seed=trajectory.seed.values)
 
 
-def _predicted(config: Config, attention: str, path: xr.Dataset, x: np.ndarray) -> tuple[np.ndarray, invariants.Ledger]:
-    """Return what Theorem 1 predicts at every step, [step, lead, token], and the ledger of what it leaves out."""
-    v, z, heat = path.v.values, path.z.values, _temperature(config, attention)
-    b_ref = np.stack([invariants.reference(own) for own in x])
-    predicted = invariants.predict(attention, v, v[0], z[0], kappa=config.kappa, temperature=heat, b_ref=b_ref)
+def _predict(config: Config, attention: str, path: xr.Dataset, x: np.ndarray) -> tuple[np.ndarray, invariants.Ledger]:
+    """Return what Theorem 1 predicts at every step, [step, model, token], and the ledger of what it leaves out."""
+    v, z, temperature = path.v.values, path.z.values, _temperature(config, attention)
+    b_ref = np.stack([invariants.reference(frequency) for frequency in x])
+    predicted = invariants.predict(attention, v, v[0], z[0], kappa=config.kappa, temperature=temperature, b_ref=b_ref)
     if attention != "softmax":
-        none = np.zeros_like(predicted)
-        return predicted, invariants.Ledger(none, none, invariants.finite_steps(attention, v, z, kappa=config.kappa))
-    mean, pull, rates = path.b_bar.values[:-1], path.pull.values[:-1], {"rate_v": config.rate, "rate_z": config.rate_z}
-    return predicted, invariants.ledger(v, mean, pull, temperature=heat, b_ref=b_ref, **rates)
-
-
-def _unfolded(found: xr.Dataset, seeds: tuple[int, ...]) -> xr.Dataset:
-    """Split the leading axis into kind of tokens and seed; a seed that diverged is NaN."""
-    found = found.reindex(lead=range(len(TOKENS) * len(seeds)))
-    kinds, own = np.repeat(TOKENS, len(seeds)), np.tile(seeds, len(TOKENS))
-    labelled = found.assign_coords(kind=("lead", kinds), seed=("lead", own)).set_index(lead=["kind", "seed"])
-    return labelled.unstack("lead")
+        zero = np.zeros_like(predicted)
+        return predicted, invariants.Ledger(zero, zero, invariants.finite_steps(attention, v, z, kappa=config.kappa))
+    b_bar, pull, rates = path.b_bar.values[:-1], path.pull.values[:-1], {"rate_v": config.rate, "rate_z": config.rate_z}
+    return predicted, invariants.ledger(v, b_bar, pull, temperature=temperature, b_ref=b_ref, **rates)
 
 
 def worst(values: xr.DataArray, *, least: bool = False) -> xr.DataArray:
-    """The largest (or least) value over all axes but the seed's; NaN where a run diverged."""
+    """Return the largest (or least) value of each seed; NaN where one of its trainings diverged."""
     axes = [dim for dim in values.dims if dim != "seed"]
     return values.min(axes, skipna=False) if least else values.max(axes, skipna=False)
 
 
-def at_end(run: xr.Dataset, name: str, **where: Any) -> xr.DataArray:
-    """A variable after the last step, in one setting."""
-    return run[name].isel(step=-1).sel(where)
+def at_end(run: xr.Dataset, name: str, **labels: Any) -> xr.DataArray:
+    """Return a variable after the last step, selected by label."""
+    return run[name].isel(step=-1).sel(labels)
 
 
 FIGURE_2 = {"attention": "softmax", "activation": "linear"}
@@ -341,12 +328,18 @@ CLAIMS = (
 
 
 def _thin(values: xr.DataArray, count: int = 12) -> xr.DataArray:
-    """About `count` of the recorded steps, without step 0, where nothing has moved."""
+    """Return about `count` of the recorded steps, without step 0, where nothing has moved."""
     return values.isel(step=slice(1, None, max(1, values.sizes["step"] // count)))
 
 
-def _floor(axes: Axes, name: str, values: xr.DataArray) -> None:
-    """Write what lies far below the panel's scale as a bound: drawn to scale it would flatten all the rest."""
+def _measured_steps(axes: Axes, values: xr.DataArray, index: int, label: str) -> None:
+    """Draw a series over a few of its steps."""
+    thinned = _thin(values)
+    measured(axes, thinned.step, thinned, index, label)
+
+
+def _write_bound(axes: Axes, name: str, values: xr.DataArray) -> None:
+    """Write values far below the panel's scale as a bound: drawn to scale they would flatten all the rest."""
     bound = 10.0 ** np.ceil(np.log10(np.maximum(values.max(), 1e-300)))
     axes.text(0.03, 0.03, f"{name}: below {float(bound):.0e}", transform=axes.transAxes, fontsize=8)
 
@@ -354,47 +347,44 @@ def _floor(axes: Axes, name: str, values: xr.DataArray) -> None:
 def draw_figure_2(run: xr.Dataset) -> Figure:
     """Draw correlation, relative error after each correction, and predicted against trained logits."""
     figure, axes = canvas(1, 3, width=3.4, height=3.0)
-    one = run.sel(FIGURE_2)
-    for place, kind in enumerate(TOKENS):
-        few = _thin(one.correlation.sel(kind=kind))
-        measured(axes[0, 0], few.step, few, place, f"{NAMES[kind]} tokens")
-    axes[0, 0].axhline(1.0, color="black", linewidth=0.8)
-    axes[0, 0].set(xlabel="step", ylabel="correlation of ẑ and z", title="What Figure 2 shows", ylim=(None, 1.02))
-    axes[0, 0].legend(loc="lower left")
-    error = one.error.sel(kind="gaussian")
-    for place, correction in enumerate(("none", "drift", "gap")):
-        few = _thin(error.sel(correction=correction))
-        measured(axes[0, 1], few.step, few, place, CORRECTED[correction])
-    _floor(axes[0, 1], CORRECTED["step"], error.sel(correction="step"))
-    low, high = axes[0, 1].get_ylim()
-    axes[0, 1].set(xlabel="step", ylabel="‖z − prediction‖ / ‖z − z(0)‖", yscale="log", title="Error, Gaussian tokens")
-    axes[0, 1].set_ylim(max(low, 2e-4), 10 * high)
-    axes[0, 1].legend(loc="upper left")
-    _scatter(axes[0, 2], one.sel(kind="gaussian"))
+    left, middle, right = axes[0]
+    figure_2 = run.sel(FIGURE_2)
+    for index, kind in enumerate(TOKEN_KINDS):
+        _measured_steps(left, figure_2.correlation.sel(kind=kind), index, f"{NAMES[kind]} tokens")
+    left.axhline(1.0, color="black", linewidth=0.8)
+    left.set(xlabel="step", ylabel="correlation of ẑ and z", title="What Figure 2 shows", ylim=(None, 1.02))
+    left.legend(loc="lower left")
+    error = figure_2.error.sel(kind="gaussian")
+    for index, correction in enumerate(("none", "drift", "gap")):
+        _measured_steps(middle, error.sel(correction=correction), index, CORRECTIONS[correction])
+    _write_bound(middle, CORRECTIONS["step"], error.sel(correction="step"))
+    low, high = middle.get_ylim()
+    middle.set(xlabel="step", ylabel="‖z − prediction‖ / ‖z − z(0)‖", yscale="log", title="Error, Gaussian tokens")
+    middle.set_ylim(max(low, 2e-4), 10 * high)
+    middle.legend(loc="upper left")
+    _scatter(right, figure_2.sel(kind="gaussian"))
     letters(axes)
     return figure
 
 
-def _scatter(axes: Axes, one: xr.Dataset) -> None:
-    """Predicted against trained logits, all seeds and tokens, with the line of agreement."""
-    theory(axes, [one.law.min(), one.law.max()], [one.law.min(), one.law.max()], 0, "agreement")
-    for place, correction in enumerate(("none", "step")):
-        predicted = one.predicted.sel(correction=correction)
-        look = marker(place + 1)
-        axes.plot(one.law.values.ravel(), predicted.values.ravel(), label=CORRECTED[correction], **look)
+def _scatter(axes: Axes, run: xr.Dataset) -> None:
+    """Draw predicted against trained logits of all seeds and tokens, with the line of agreement."""
+    theory(axes, [run.law.min(), run.law.max()], [run.law.min(), run.law.max()], 0, "agreement")
+    for index, correction in enumerate(("none", "step"), start=1):
+        predicted = run.predicted.sel(correction=correction)
+        axes.plot(run.law.values.ravel(), predicted.values.ravel(), label=CORRECTIONS[correction], **marker(index))
     axes.set(xlabel="trained logit z", ylabel="predicted logit", title="After training, each token")
     axes.legend(loc="upper left")
 
 
 def draw_laws(run: xr.Dataset) -> Figure:
     """Draw the error of the prediction from the weights alone for every attention, activation and kind of tokens."""
-    figure, axes = canvas(len(TOKENS), len(ATTENTIONS), width=3.4, height=2.5, sharex=True, sharey=True)
-    for (row, kind), (column, attention) in product(enumerate(TOKENS), enumerate(ATTENTIONS)):
+    figure, axes = canvas(len(TOKEN_KINDS), len(ATTENTIONS), width=3.4, height=2.5, sharex=True, sharey=True)
+    for (row, kind), (column, attention) in product(enumerate(TOKEN_KINDS), enumerate(ATTENTIONS)):
         panel, error = axes[row, column], run.error.sel(attention=attention, kind=kind)
-        for place, activation in enumerate(ACTIVATIONS):
-            few = _thin(error.sel(activation=activation, correction="none"))
-            measured(panel, few.step, few, place, NAMES[activation])
-        _floor(panel, "finite-step law", error.sel(correction="step"))
+        for index, activation in enumerate(ACTIVATIONS):
+            _measured_steps(panel, error.sel(activation=activation, correction="none"), index, NAMES[activation])
+        _write_bound(panel, "finite-step law", error.sel(correction="step"))
         panel.set(yscale="log", title=f"{attention} attention, {NAMES[kind]} tokens")
     axes[0, 0].set_ylim(bottom=2e-5)
     for panel in axes[:, 0]:
@@ -408,13 +398,12 @@ def draw_laws(run: xr.Dataset) -> Figure:
 
 def draw_breakers(run: xr.Dataset) -> Figure:
     """Draw the error of the finite-step law with each breaker switched on."""
-    figure, axes = canvas(1, len(TOKENS), width=3.6, height=3.0, sharey=True)
-    for panel, kind in zip(axes[0], TOKENS, strict=True):
+    figure, axes = canvas(1, len(TOKEN_KINDS), width=3.6, height=3.0, sharey=True)
+    for panel, kind in zip(axes[0], TOKEN_KINDS, strict=True):
         broken = run.broken.sel(kind=kind)
-        for place, (breaker, label) in enumerate(BREAKERS.items()):
-            few = _thin(broken.sel(breaker=breaker))
-            measured(panel, few.step, few, place, label)
-        _floor(panel, "none of them", broken.sel(breaker="none"))
+        for index, (breaker, label) in enumerate(BREAKERS.items()):
+            _measured_steps(panel, broken.sel(breaker=breaker), index, label)
+        _write_bound(panel, "none of them", broken.sel(breaker="none"))
         panel.set(xlabel="step", yscale="log", title=f"{NAMES[kind]} tokens")
     axes[0, 0].set_ylabel("relative error of the law")
     axes[0, 0].set_ylim(bottom=2e-3)
