@@ -1,6 +1,6 @@
-"""Attention entropy and stable rank beside the plain way: speed, memory and error, on the CPU and on any CUDA device.
+"""Attention entropy and stable rank against the plain way: speed, memory and error, on the CPU and on a CUDA device.
 
-The plain way to entropy is the whole matrix: `softmax`, then `entr`. On CUDA every implementation is timed and its
+The plain way to the entropy is the whole matrix: `softmax`, then `entr`. On CUDA every implementation is timed and its
 error measured, so that the order in `joma.kernels.entropy_choice.PRECISIONS` can be judged.
 """
 
@@ -34,7 +34,7 @@ KINDS = ("random", "peaked", "constant", "one-hot")
 
 
 def rows() -> Iterator[Row]:
-    """Yield what is measured, what is asked, what is reached, and whether that is enough."""
+    """Yield what is measured, the target, the result, and whether the target is met."""
     yield from on_cpu()
     yield from errors("cpu", torch.float32, "highest", 1024)
     yield from errors("cpu", torch.bfloat16, "highest", 1024)
@@ -43,20 +43,20 @@ def rows() -> Iterator[Row]:
         yield from errors("cuda", torch.float32, "highest", 4096)
         yield from errors("cuda", torch.bfloat16, "highest", 4096)
         yield from on_cuda()
-        yield from long()
+        yield from long_sequences()
         yield from tiles()
         yield from ranks("cuda")
 
 
 def inputs(length: int, heads: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Random queries and keys, 64 wide."""
+    """Return random queries and keys with heads of width 64."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, length, 64, generator=generator).to(device, dtype) for _ in range(2))
     return query, key
 
 
 def eager(query: Tensor, key: Tensor, *, upcast: bool = False) -> Tensor:
-    """Entropy from the whole matrix, causal; `upcast` takes the softmax in float32, as models do."""
+    """Return causal entropy from the whole matrix; `upcast` takes the softmax in float32, as models do."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
     p = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1, dtype=torch.float32 if upcast else query.dtype)
@@ -64,47 +64,47 @@ def eager(query: Tensor, key: Tensor, *, upcast: bool = False) -> Tensor:
 
 
 def ours(query: Tensor, key: Tensor) -> Tensor:
-    """The same without the matrix."""
+    """Return the same by `attention_entropy`, without the matrix."""
     return attention_entropy(query, key, causal=True)
 
 
 def seconds(call: Callable[[], object], repeats: int = 5) -> float:
-    """Return the best time of a call on the CPU; on CUDA the median of five times `repeats` calls in a row."""
+    """Return the best time of a call on the CPU; on CUDA the median of five series of `repeats` calls."""
     call()
     if not torch.cuda.is_available():
         return min(_timed(call, 1) for _ in range(repeats))
-    _timed(call, repeats)  # the clock of the card rises under load
+    _timed(call, repeats)  # the clock rate of the GPU rises under load
     return statistics.median(_timed(call, repeats) for _ in range(5))
 
 
-def _timed(call: Callable[[], object], times: int) -> float:
-    begun = synchronised()
-    for _ in range(times):
+def _timed(call: Callable[[], object], calls: int) -> float:
+    start = synchronised()
+    for _ in range(calls):
         call()
-    return (synchronised() - begun) / times
+    return (synchronised() - start) / calls
 
 
 def extra_memory(which: str) -> int:
-    """Return by how many bytes a call raises the resident memory of this process at its peak (Linux)."""
+    """Return by how many bytes a call raises the peak resident memory of this process (Linux)."""
     query, key = inputs(4096, 8, "cpu")
     call = {"eager": eager, "ours": ours}[which]
-    call(query[..., :64, :], key[..., :64, :])  # loads what the first call loads
+    call(query[..., :64, :], key[..., :64, :])  # loads what only the first call loads
     forget_peak()
     before = resident("VmRSS")
     call(query, key)
     return resident("VmHWM") - before
 
 
-def apart(which: str) -> int:
-    """Measure memory in a process of its own, where nothing freed earlier can be used again."""
+def extra_memory_in_new_process(which: str) -> int:
+    """Return `extra_memory` of a new process, where no memory freed earlier can be used again."""
     code = f"from benchmarks.probes import extra_memory; print(extra_memory({which!r}))"
     return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 
 
 def on_cpu() -> Iterator[Row]:
-    """Length 4,096, causal, 8 heads of 64, float32: both in turn, each at its best.
+    """Compare both at length 4,096, causal, 8 heads of width 64, float32: in turn, each at its best.
 
-    Many turns, as neighbours on a shared machine slow what computes, and hardly what waits for memory.
+    Many turns, as other processes on a shared machine slow computation down, but hardly waiting for memory.
     """
     query, key = inputs(4096, 8, "cpu")
     slow, fast = [], []
@@ -114,22 +114,22 @@ def on_cpu() -> Iterator[Row]:
     ratio = min(slow) / min(fast)
     what = f"entropy, CPU, 4,096 x 8 heads, float32: eager ({min(slow):.2f} s) over ours ({min(fast):.3f} s)"
     yield what, "≥ 15 x", f"{ratio:.1f} x", ratio >= 15
-    plain, own = apart("eager"), apart("ours")
-    what = f"the same: extra memory, ours ({own / MIB:.0f} MiB) in eager's ({plain / MIB:.0f} MiB)"
-    yield what, "≤ 1/50", f"1/{plain / own:.0f}", plain >= 50 * own
+    plain, blocked = extra_memory_in_new_process("eager"), extra_memory_in_new_process("ours")
+    what = f"the same: extra memory, ours ({blocked / MIB:.0f} MiB) in eager's ({plain / MIB:.0f} MiB)"
+    yield what, "≤ 1/50", f"1/{plain / blocked:.0f}", plain >= 50 * blocked
 
 
 def kinds(length: int, device: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Queries and keys of every kind that is asked for."""
+    """Yield queries and keys of each of `KINDS`."""
     query, key = inputs(length, 2, device)
     axis = torch.nn.functional.one_hot(torch.arange(length, device=device) % 64, 64).float().expand(1, 2, -1, -1)
-    found = ((query, key), (30 * query, key), (query, key[..., :1, :].expand_as(key)), (400 * axis, axis))
-    for name, (q, k) in zip(KINDS, found, strict=True):
+    pairs = ((query, key), (30 * query, key), (query, key[..., :1, :].expand_as(key)), (400 * axis, axis))
+    for name, (q, k) in zip(KINDS, pairs, strict=True):
         yield name, q.to(dtype), k.to(dtype)
 
 
-def judged(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Entropy and log-sum-exp from the matrix in float64, causal."""
+def exact(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return causal entropy and log-sum-exp from the matrix in float64."""
     scores = query.double() @ key.double().mT * query.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
     scores = scores.masked_fill(hidden, -torch.inf)
@@ -137,31 +137,31 @@ def judged(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def errors(device: str, dtype: torch.dtype, precision: str, length: int) -> Iterator[Row]:
-    """The worst error of what is taken by default, and of every implementation that can be taken."""
+    """Yield the largest error of the default choice, and of every implementation that takes the inputs."""
     kind = str(dtype).removeprefix("torch.")
     for order in (PRECISIONS[precision], *((name,) for name in IMPLEMENTATIONS)):
-        worst, share, told = 0.0, 0.0, []
+        worst, share, by_kind = 0.0, 0.0, []
         for which, query, key in kinds(length, device, dtype):
             scores = Scores(query, key, None, True, query.shape[-1] ** -0.5)
             if not any(IMPLEMENTATIONS[name].fits(scores) for name in order):
                 continue
-            true, lse = judged(query, key)
+            true, lse = exact(query, key)
             error = (entropy_rows(scores, order).entropy - true).abs()
             worst = max(worst, float(error.max()))
             share = max(share, float((error / (2e-5 * (lse / 30).clamp(min=1))).max()))
-            told.append(f"{which} {float(error.max()):.0e}")
+            by_kind.append(f"{which} {float(error.max()):.0e}")
         if dtype == torch.float32:
-            asked, reached, met = "≤ 1 x allowed", f"{share:.2f} x", share <= 1
+            target, result, met = "≤ 1 x allowed", f"{share:.2f} x", share <= 1
         else:
-            asked, reached, met = "≤ 0.01", f"{worst:.1e}", worst <= 0.01
+            target, result, met = "≤ 0.01", f"{worst:.1e}", worst <= 0.01
         if len(order) > 1:
-            yield f"entropy error, {device}, {kind} {precision}: {', '.join(told)}", asked, reached, met
-        elif told:
-            yield f"    {order[0]}: {', '.join(told)}", "–", reached, True
+            yield f"entropy error, {device}, {kind} {precision}: {', '.join(by_kind)}", target, result, met
+        elif by_kind:
+            yield f"    {order[0]}: {', '.join(by_kind)}", "–", result, True
 
 
 def peak(call: Callable[[], object]) -> int:
-    """Return the bytes of CUDA memory that a call allocates beside what is there."""
+    """Return the bytes of CUDA memory that a call allocates at its peak, beyond what is allocated before."""
     call()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
@@ -173,8 +173,8 @@ def peak(call: Callable[[], object]) -> int:
 
 
 def on_cuda() -> Iterator[Row]:
-    """Length 8,192, causal, 16 heads of 64: each precision against the eager form of the same type."""
-    for dtype, asked in ((torch.bfloat16, {"high": 30, "highest": 5}), (torch.float32, {"highest": 5, "high": 5})):
+    """Compare each precision with the eager form of the same dtype: length 8,192, causal, 16 heads of width 64."""
+    for dtype, targets in ((torch.bfloat16, {"high": 30, "highest": 5}), (torch.float32, {"highest": 5, "high": 5})):
         query, key = inputs(8192, 16, "cuda", dtype)
         kind = str(dtype).removeprefix("torch.")
         slow = seconds(lambda q=query, k=key: eager(q, k), 10)
@@ -182,22 +182,22 @@ def on_cuda() -> Iterator[Row]:
         plain = peak(lambda q=query, k=key: eager(q, k))
         what = f"eager, CUDA, 8,192 x 16, {kind}: {1e3 * slow:.2f} ms, {plain / MIB:.0f} MiB; softmax in float32"
         yield what, "–", f"{1e3 * models:.2f} ms", True
-        for precision, least in asked.items():
+        for precision, least in targets.items():
 
             def call(q: Tensor = query, k: Tensor = key, p: str = precision) -> Tensor:
                 return attention_entropy(q, k, causal=True, precision=p)
 
-            fast, own = seconds(call, 20), peak(call)
+            fast, extra = seconds(call, 20), peak(call)
             what = f"entropy, CUDA, 8,192 x 16, {kind} {precision} ({1e3 * fast:.3f} ms): eager over ours"
             yield what, f"≥ {least} x", f"{slow / fast:.1f} x", slow >= least * fast
             yield f"the same, softmax in float32, {kind} {precision}", "–", f"{models / fast:.1f} x", True
-            what = f"the same: extra memory, {kind} {precision}, ours ({own / MIB:.1f} MiB) in eager's"
-            yield what, "≤ 1/150", f"1/{plain / max(own, 1):.0f}", plain >= 150 * own
-        yield from ways(query, key, kind, slow)
+            what = f"the same: extra memory, {kind} {precision}, ours ({extra / MIB:.1f} MiB) in eager's"
+            yield what, "≤ 1/150", f"1/{plain / max(extra, 1):.0f}", plain >= 150 * extra
+        yield from implementations(query, key, kind, slow)
 
 
-def ways(query: Tensor, key: Tensor, kind: str, slow: float) -> Iterator[Row]:
-    """Every implementation that fits, on the same inputs."""
+def implementations(query: Tensor, key: Tensor, kind: str, slow: float) -> Iterator[Row]:
+    """Time every implementation that takes the inputs."""
     scores = Scores(query, key, None, True, query.shape[-1] ** -0.5)
     for name, way in IMPLEMENTATIONS.items():
         if way.fits(scores):
@@ -206,49 +206,49 @@ def ways(query: Tensor, key: Tensor, kind: str, slow: float) -> Iterator[Row]:
             yield what, "–", f"{slow / took:.1f} x", True
 
 
-def long() -> Iterator[Row]:
-    """32,768 tokens, whose matrices no card holds."""
+def long_sequences() -> Iterator[Row]:
+    """Measure memory at 32,768 tokens, whose attention matrix fits into no GPU."""
     query, key = inputs(32768, 16, "cuda")
-    own = peak(lambda: ours(query, key)) / MIB
+    extra = peak(lambda: ours(query, key)) / MIB
     took = seconds(lambda: ours(query, key), 3)
     what = f"entropy, CUDA, 32,768 x 16, float32 ({1e3 * took:.1f} ms): extra memory"
-    yield what, "≤ 300 MiB", f"{own:.1f} MiB", own <= 300
+    yield what, "≤ 300 MiB", f"{extra:.1f} MiB", extra <= 300
     scores = Scores(query, key, None, True, query.shape[-1] ** -0.5)
-    own = peak(lambda: IMPLEMENTATIONS["efficient"].rows(scores)) / MIB
-    yield "the same from memory-efficient attention", "–", f"{own:.1f} MiB", True
+    extra = peak(lambda: IMPLEMENTATIONS["efficient"].rows(scores)) / MIB
+    yield "the same from memory-efficient attention", "–", f"{extra:.1f} MiB", True
 
 
 def tiles() -> Iterator[Row]:
-    """The kernel's own time for several tiles and kinds of product."""
+    """Time the Triton kernel with several tiles and kinds of product."""
     query, key = inputs(8192, 16, "cuda")
-    one = Scores(query, key, None, True, 0.125)
-    if not IMPLEMENTATIONS["exact"].fits(one):
+    single = Scores(query, key, None, True, 0.125)
+    if not IMPLEMENTATIONS["exact"].fits(single):
         return
     from joma.kernels import entropy_triton
 
     half = Scores(query.bfloat16(), key.bfloat16(), None, True, 0.125)
-    true = judged(query[:, :2], key[:, :2])[0]
-    for scores, products in ((half, "tf32"), (one, "tf32"), (one, "tf32x3")):
+    true = exact(query[:, :2], key[:, :2])[0]
+    for scores, products in ((half, "tf32"), (single, "tf32"), (single, "tf32x3")):
         for shape in TILES[scores.query.dtype]:
             tile = entropy_triton.Tile(*shape)
             kind = str(scores.query.dtype).removeprefix("torch.")
             try:
                 took = seconds(lambda s=scores, p=products, t=tile: entropy_triton.row_sums(s, p, t), 10)
                 error = (entropy_triton.row_sums(scores, products, tile)[0][:, :2] - true).abs().max()
-                reached = f"{1e3 * took:.3f} ms"
-            except Exception as cause:  # a tile may be too large for the card
-                error, reached = float("nan"), type(cause).__name__
-            yield f"    kernel {kind} {products} {shape}: from float32's entropy {float(error):.0e}", "–", reached, True
+                result = f"{1e3 * took:.3f} ms"
+            except Exception as cause:  # a tile may be too large for the GPU
+                error, result = float("nan"), type(cause).__name__
+            yield f"    kernel {kind} {products} {shape}: from float32's entropy {float(error):.0e}", "–", result, True
 
 
 def ranks(device: str) -> Iterator[Row]:
-    """A 2,048 x 8,192 float32 matrix, random and of a flat spectrum, against all singular values."""
+    """Compare with all singular values, for a random float32 matrix of 2,048 x 8,192 and one of a flat spectrum."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(2048, 8192, generator=generator).to(device)
     fast = seconds(lambda: stable_rank(weight), 5)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     values = torch.linalg.svdvals(weight).double().cpu()
-    slow = time.perf_counter() - begun
+    slow = time.perf_counter() - start
     what = f"stable_rank, {device}, 2,048 x 8,192 ({fast:.3f} s): svdvals ({slow:.1f} s) over ours"
     yield what, "≥ 20 x", f"{slow / fast:.1f} x", slow >= 20 * fast
     true = float(values.square().sum() / values[0].square())

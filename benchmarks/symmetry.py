@@ -1,7 +1,7 @@
-"""Symmetry: the permutation table's time, what it says, and the ceiling of addition without order.
+"""Symmetry: the time and the claims of the permutation table, and the ceiling of addition without order.
 
-On CUDA, where there is one: the time of all arms of addition x 5 seeds, extrapolated from a few steps of each. By
-`python -m benchmarks.symmetry --steps 3000` they are trained to the end; `--arms "none causal,mlp all"` chooses some.
+On a CUDA device also the time of all arms of addition x 5 seeds, extrapolated from a few steps of each.
+`python -m benchmarks.symmetry --steps 3000` trains them to the end; `--arms "none causal,mlp all"` selects some.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from joma.studies import execute, load
 from joma.studies.symmetry import addition, addition_training
 from joma.study import Context, Outcome
 
-SECONDS = 30
-MINUTES, MEMORY = 15, 100
+MAX_SECONDS = 30  # of the permutation table
+MAX_MINUTES, MAX_GIB = 15, 100  # of addition on CUDA
 PAPER: addition.Config = addition.STUDY.presets["paper"].config
-SHORT = 300  # steps of each fit from which the time of all is extrapolated
+SHORT = 300  # steps of each fit, from which the time of all steps is extrapolated
 
 
 def rows() -> Iterator[Row]:
-    """Yield what is measured, what is asked, what is reached, and whether that is enough."""
+    """Yield what is measured, the target, the result, and whether the target is met."""
     with tempfile.TemporaryDirectory() as folder:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         outcome = execute(load("permutation"), preset="quick", out=folder)
-        taken = time.perf_counter() - begun
-        yield "permutation table, 144 cells x 5 seeds: seconds", f"≤ {SECONDS}", f"{taken:.1f}", taken <= SECONDS
+        taken = time.perf_counter() - start
+        what = "permutation table, 144 cells x 5 seeds: seconds"
+        yield what, f"≤ {MAX_SECONDS}", f"{taken:.1f}", taken <= MAX_SECONDS
         yield from _claims(outcome)
     for digits, reverse in ((2, False), (2, True), (3, False), (3, True)):
-        found = ceiling(digits, reverse=reverse)
+        best = ceiling(digits, reverse=reverse)
         what = f"addition without order, {digits} digits, {'reversed' if reverse else 'plain'}: exact match"
         if digits == 2:
-            yield what, "0.285", f"{found.exact:g}", found.exact == 0.285
+            yield what, "0.285", f"{best.exact:g}", best.exact == 0.285
         else:
-            yield what, f"≤ {found.bound:g}", f"{found.exact:g}", found.greedy <= found.exact <= found.bound
+            yield what, f"≤ {best.bound:g}", f"{best.exact:g}", best.greedy <= best.exact <= best.bound
     if torch.cuda.is_available():
         yield from on_cuda()
 
 
 def _claims(outcome: Outcome) -> Iterator[Row]:
     for claim in outcome.claims:
-        end = "max" if claim["expected"].startswith("≤") else "min"
-        reached = f"{claim['measured'][end]:.2g}"
-        yield f"permutation table, {claim['name']}", claim["expected"], reached, claim["verdict"] == "holds"
+        extreme = "max" if claim["expected"].startswith("≤") else "min"
+        result = f"{claim['measured'][extreme]:.2g}"
+        yield f"permutation table, {claim['name']}", claim["expected"], result, claim["verdict"] == "holds"
 
 
 class Clock(Progress):
-    """Times every fit: what it takes to begin, a step, a record, and what a longer one would take."""
+    """Time every fit: its start, a step, a record, and an extrapolation to the steps of the paper preset."""
 
     def __init__(self, config: addition.Config) -> None:
         self.config = config
@@ -64,25 +65,25 @@ class Clock(Progress):
 
     @contextmanager
     def task(self, label: str, total: int) -> Iterator[Task]:
-        """Time the fit, and print what was found as soon as it is done."""
+        """Time the fit, and print the times as soon as it is done."""
         work = _Stamps()
         torch.cuda.reset_peak_memory_stats()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         yield work
         torch.cuda.synchronize()
         ended, memory = time.perf_counter(), torch.cuda.max_memory_reserved() / 2**30
         at = addition_training.moments(self.config)
-        stamps = np.array([work.times[step] for step in at[:-1]])  # there is no step after the last record
+        stamps = np.array([work.times[step] for step in at[:-1]])  # no step follows the last record
         a_step, a_record = np.polyfit(np.diff(at[:-1]), np.diff(stamps), 1)
         last = ended - stamps[-1] - a_step * (at[-1] - at[-2])
         records = len(addition_training.moments(replace(self.config, steps=PAPER.steps)))
-        whole = stamps[0] - begun + a_step * PAPER.steps + a_record * (records - 2) + last
-        self.taken, self.expected = self.taken + ended - begun, self.expected + whole
+        full = stamps[0] - start + a_step * PAPER.steps + a_record * (records - 2) + last
+        self.taken, self.expected = self.taken + ended - start, self.expected + full
         self.memory = max(self.memory, memory)
         print(
-            f"  {label}: {ended - begun:.1f} s for {total} steps; to begin {stamps[0] - begun:.1f} s, "
+            f"  {label}: {ended - start:.1f} s for {total} steps; start {stamps[0] - start:.1f} s, "
             f"a step {1e3 * a_step:.2f} ms, a record {a_record:.2f} s, the last {last:.2f} s; "
-            f"{PAPER.steps} steps: {whole:.1f} s; {memory:.1f} GiB",
+            f"{PAPER.steps} steps: {full:.1f} s; {memory:.1f} GiB",
             flush=True,
         )
 
@@ -92,25 +93,25 @@ class _Stamps(Task):
         self.times: list[float] = []
 
     def advance(self, amount: int = 1) -> None:
-        """Note the time; after a step that is recorded the device has done all that was asked of it."""
+        """Note the time; after a recorded step the device has finished all of its work."""
         self.times += [time.perf_counter()] * amount
 
 
 def on_cuda(steps: int = SHORT, seeds: int = 5, arms: tuple[str, ...] | None = None) -> Iterator[Row]:
-    """Train the arms of the paper preset, for so many steps, and say what all of theirs would take."""
+    """Train the arms of the paper preset for `steps` steps, and extrapolate the time to all of its steps."""
     config = replace(PAPER, steps=steps, arms=arms)
     clock = Clock(config)
-    found = addition.run(config, Context(tuple(range(seeds)), "cuda", clock))
-    what = f"addition, {found.sizes['arm']} arms x {seeds} seeds on {torch.cuda.get_device_name()}"
-    met = bool(clock.expected <= 60 * MINUTES)
-    yield f"{what}: minutes, from {steps} steps", f"≤ {MINUTES}", f"{clock.expected / 60:.1f}", met
-    yield f"{what}: GiB", f"≤ {MEMORY}", f"{clock.memory:.1f}", clock.memory <= MEMORY
+    run = addition.run(config, Context(tuple(range(seeds)), "cuda", clock))
+    what = f"addition, {run.sizes['arm']} arms x {seeds} seeds on {torch.cuda.get_device_name()}"
+    met = bool(clock.expected <= 60 * MAX_MINUTES)
+    yield f"{what}: minutes, from {steps} steps", f"≤ {MAX_MINUTES}", f"{clock.expected / 60:.1f}", met
+    yield f"{what}: GiB", f"≤ {MAX_GIB}", f"{clock.memory:.1f}", clock.memory <= MAX_GIB
     if steps == PAPER.steps:
-        for name in found.arm.values:
-            values = ", ".join(f"{value:.4f}" for value in found.accuracy.sel(arm=name).isel(step=-1).values)
+        for name in run.arm.values:
+            values = ", ".join(f"{value:.4f}" for value in run.accuracy.sel(arm=name).isel(step=-1).values)
             print(f"  {name}: exact match {values}", flush=True)
         for claim in addition.CLAIMS:
-            judged = claim.judge(found, "paper")
+            judged = claim.judge(run, "paper")
             if "paper" in claim.presets and judged["measured"]["mean"] is not None:
                 yield (
                     f"addition, {claim.name}",
@@ -121,16 +122,15 @@ def on_cuda(steps: int = SHORT, seeds: int = 5, arms: tuple[str, ...] | None = N
 
 
 def main() -> None:
-    """Train for as many steps as asked, and print what was found."""
+    """Train for the given number of steps, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=SHORT)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--arms", default="", help="names parted by commas; all if not given")
-    given = parser.parse_args()
-    for what, asked, reached, met in on_cuda(
-        given.steps, given.seeds, tuple(filter(None, given.arms.split(","))) or None
-    ):
-        print(f"{what:<78} {asked:>16} {reached:>22}  {'ok' if met else 'MISSED'}", flush=True)
+    parser.add_argument("--arms", default="", help="names separated by commas; all if not given")
+    options = parser.parse_args()
+    arms = tuple(filter(None, options.arms.split(","))) or None
+    for what, target, result, met in on_cuda(options.steps, options.seeds, arms):
+        print(f"{what:<78} {target:>16} {result:>22}  {'ok' if met else 'MISSED'}", flush=True)
 
 
 if __name__ == "__main__":
