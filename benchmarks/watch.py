@@ -1,6 +1,6 @@
-"""What watching costs: a forward pass inside `joma.watch.attention` over a plain one, and a callback's share of a run.
+"""The cost of watching: of a forward pass inside `joma.watch.attention`, and of a callback during training.
 
-On CUDA, where there is one, in bfloat16 and at the size of a Pythia-160M as well.
+With CUDA also in bfloat16 and at the size of Pythia-160M.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from joma.watch.hf import EntropyCallback
 
 
 def rows() -> Iterator[Row]:
-    """Yield (what, asked, reached, met)."""
+    """Yield what is measured, the target, the result, and whether the target is met."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a tiny model on several threads times little but their quarrel over the cores
-    yield share()
+    torch.set_num_threads(1)  # a tiny model on several threads would time mostly their contention
+    yield callback_share()
     torch.set_num_threads(threads)
-    yield forward("6 x 512, 2 x 512 tokens, CPU", _neox(6, 512, 8), 2, 512)
+    yield forward_ratio("6 x 512, 2 x 512 tokens, CPU", _neox(6, 512, 8), 2, 512)
     if torch.cuda.is_available():
         pythia = _neox(12, 768, 12, vocabulary=50_304).to("cuda", torch.bfloat16)
         for batch, length in ((8, 512), (4, 2048)):
-            yield forward(f"12 x 768, {batch} x {length}, CUDA, bf16", pythia, batch, length)
-        yield share("cuda")
+            yield forward_ratio(f"12 x 768, {batch} x {length}, CUDA, bf16", pythia, batch, length)
+        yield callback_share("cuda")
 
 
-def forward(what: str, model: nn.Module, batch: int, length: int) -> Row:
-    """The time of a forward pass inside the context over that of a plain one, in turn, each at its best."""
+def forward_ratio(what: str, model: nn.Module, batch: int, length: int) -> Row:
+    """Measure the time of a forward pass inside the context relative to a plain one."""
     device = next(model.parameters()).device
     tokens = torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
 
@@ -50,56 +50,65 @@ def forward(what: str, model: nn.Module, batch: int, length: int) -> Row:
     return f"forward pass inside watch.attention over plain: {what}", "≤ 2.2 x", f"{ratio:.2f} x", ratio <= 2.2
 
 
-def share(device: str = "cpu") -> Row:
-    """The callback's share of a training of 1,000 steps, all its options at their default.
+class TimedCallback(EntropyCallback):
+    """The callback with default options, which adds up the seconds that it takes."""
 
-    On CUDA a probe like the first compiles our kernel beforehand, once a machine, and loads the model's own, which the
-    first step would else do.
+    seconds = 0.0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._time(super().on_train_begin, *args, **kwargs)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._time(super().on_step_end, *args, **kwargs)
+
+    def _time(self, event: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        start = synchronised()
+        event(*args, **kwargs)
+        self.seconds += synchronised() - start
+
+
+def callback_share(device: str = "cpu") -> Row:
+    """Measure the callback's share of the time of a training of 1,000 steps.
+
+    On CUDA a probe before the training compiles our kernel, once per machine, and loads the model's kernels; otherwise
+    the first probe would include both.
     """
-    from transformers import Trainer, TrainingArguments
-
-    class Timed(EntropyCallback):
-        spent = 0.0
-
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self._time(super().on_train_begin, *args, **kwargs)
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self._time(super().on_step_end, *args, **kwargs)
-
-        def _time(self, event: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            begun = synchronised()
-            event(*args, **kwargs)
-            self.spent += synchronised() - begun
-
     tokens = torch.randint(256, (256, 64), generator=torch.Generator().manual_seed(0))
-    examples: list[dict[str, Tensor]] = [{"input_ids": each, "labels": each} for each in tokens]
-    callback = Timed()
-    with tempfile.TemporaryDirectory() as out:
-        args = TrainingArguments(
-            output_dir=out,
-            max_steps=1000,
-            per_device_train_batch_size=8,
-            report_to=[],
-            logging_steps=100,
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=device == "cpu",
-        )
-        trainer = Trainer(model=_neox(2, 64, 4), args=args, train_dataset=examples, callbacks=[callback])  # pyright: ignore[reportArgumentType]
-        for event in [type(each) for each in trainer.callback_handler.callbacks if "Printer" in type(each).__name__]:
-            trainer.remove_callback(event)
+    callback = TimedCallback()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(folder, tokens, callback, device)
         if device != "cpu":
-            Recorder(trainer.model, {"input_ids": tokens[:4], "labels": tokens[:4]})(0)  # pyright: ignore[reportArgumentType]
-        begun = synchronised()
+            Recorder(trainer.model, {"input_ids": tokens[:4], "labels": tokens[:4]})(0)
+        start = synchronised()
         trainer.train()
-        part = callback.spent / (synchronised() - begun)
+        share = callback.seconds / (synchronised() - start)
     probes = callback.trajectory.sizes["step"]
     what = f"EntropyCallback: share of 1,000 steps of a GPT-NeoX, 2 x 64, {device}, {probes} probes"
-    return what, "< 1 %", f"{100 * part:.2f} %", part < 0.01
+    return what, "< 1 %", f"{100 * share:.2f} %", share < 0.01
 
 
-def _neox(layers: int, width: int, heads: int, *, vocabulary: int = 256) -> nn.Module:
+def _trainer(folder: str, tokens: Tensor, callback: EntropyCallback, device: str) -> Any:
+    """Return a silent Trainer of a small GPT-NeoX."""
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+
+    args = TrainingArguments(
+        output_dir=folder,
+        max_steps=1000,
+        per_device_train_batch_size=8,
+        report_to=[],
+        logging_steps=100,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=device == "cpu",
+    )
+    examples: Any = [{"input_ids": sequence, "labels": sequence} for sequence in tokens]
+    trainer = Trainer(model=_neox(2, 64, 4), args=args, train_dataset=examples, callbacks=[callback])
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _neox(layers: int, width: int, heads: int, *, vocabulary: int = 256) -> Any:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     config = GPTNeoXConfig(
