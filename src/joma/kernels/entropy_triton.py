@@ -1,10 +1,15 @@
-"""The sums of `blocks` in one pass on a GPU: query by key products stay in registers, and no value is multiplied.
+"""The sums of `entropy_blocks` in one pass on a GPU: products of queries and keys stay in registers.
 
-Scores are in units of ln 2, for the sake of the hardware's exp2.
+No value is multiplied. Scores are in units of ln 2, as the hardware computes exp2.
 """
 
 # No `from __future__ import annotations`: triton reads `tl.constexpr` from the annotations themselves.
 # pyright: basic, reportMissingImports=false
+# ruff: noqa: PLR0917
+#
+# Values that are known at run time come in named tuples, which triton passes field by field. Those known when a kernel
+# is compiled, in capitals, stay single parameters: `tl.constexpr` annotates a parameter. Both kernels therefore have
+# more than eight parameters.
 
 import math
 from contextlib import nullcontext
@@ -22,7 +27,7 @@ _LOG2E = 1 / math.log(2)
 
 
 class Tile(NamedTuple):
-    """Queries and keys of one step, and how the GPU goes about it."""
+    """The queries and keys of one step, and triton's number of warps and of pipeline stages."""
 
     queries: int
     keys: int
@@ -30,8 +35,32 @@ class Tile(NamedTuple):
     stages: int
 
 
+class Operand(NamedTuple):
+    """A tensor of four axes as a kernel reads it: its address, and the stride of each axis."""
+
+    pointer: Tensor
+    strides: tuple[int, ...]
+
+
+class Mask(NamedTuple):
+    """A mask as the kernel reads it."""
+
+    operand: Operand
+    kind: int  # 0: none, 1: boolean, 2: a bias
+    least: float  # a bias that is not greater hides its key
+
+
+class Sizes(NamedTuple):
+    """The numbers of query heads, query heads that share a key head, queries and keys."""
+
+    heads: int
+    group: int
+    queries: int
+    keys: int
+
+
 def default_tile(dtype: torch.dtype, dim: int) -> Tile:
-    """Return a tile that fits into registers and shared memory at this width of a head; the quickest on an H200."""
+    """Return the tile that is fastest on an H200 and fits into registers and shared memory for heads of this width."""
     if dtype == torch.float32:
         return Tile(128, 64, 8, 2) if dim <= 64 else Tile(64, 32, 4, 2)
     if dim <= 64:
@@ -40,44 +69,32 @@ def default_tile(dtype: torch.dtype, dim: int) -> Tile:
 
 
 def row_sums(scores: Scores, products: str, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Return entropy and largest weight of each row; `products` is how float32 is multiplied: tf32, tf32x3 or ieee."""
-    query, key, mask = scores.query, scores.key, scores.mask
-    batch, head, queries, dim = query.shape
+    """Return entropy and largest weight of each row; float32 products are "tf32", "tf32x3" or "ieee"."""
+    query, key = scores.query, scores.key
+    batch, heads, queries, dim = query.shape
     tile = tile or default_tile(query.dtype, dim)
-    entropy, largest = torch.empty(2, batch, head, queries, dtype=torch.float32, device=query.device)
+    entropy, largest = torch.empty(2, batch, heads, queries, dtype=torch.float32, device=query.device)
     if scores.scale < 0:  # the kernel takes the largest score before it scales
         query = -query
-    centred = query.dtype == torch.float32  # a bfloat16 key less its mean would be rounded
-    mean = key.mean(dim=2) if centred else key
-    kind, least = 0, 0.0
-    if mask is not None:
-        kind = 1 if mask.dtype == torch.bool else 2
-        mask = mask.view(torch.uint8) if kind == 1 else mask
-        least = 0.0 if kind == 1 else max(torch.finfo(mask.dtype).min / 2, torch.finfo(torch.float32).min)
+    centred = query.dtype == torch.float32  # a bfloat16 key minus its mean would be rounded
+    mask = _mask_operand(scores.mask, query)
     with nullcontext() if query.device.index == torch.cuda.current_device() else torch.cuda.device(query.device):
-        _kernel[(triton.cdiv(queries, tile.queries) * batch * head,)](
-            query,
-            key,
-            mean,
-            query if mask is None else mask,
-            entropy,
-            largest,
-            *query.stride(),
-            *key.stride(),
-            *((0, 0, 0, 0) if mask is None else mask.stride()),
-            head,
-            scores.group,
-            queries,
-            key.shape[2],
+        _kernel[(triton.cdiv(queries, tile.queries) * batch * heads,)](
+            Operand(query, query.stride()),
+            Operand(key, key.stride()),
+            mask.operand,
+            key.mean(dim=2) if centred else key,
+            (entropy, largest),
+            Sizes(heads, scores.group, queries, key.shape[2]),
             abs(scores.scale) * _LOG2E,
-            least,
+            mask.least,
             DIM=dim,
             WIDTH=max(16, triton.next_power_of_2(dim)),
             QUERIES=tile.queries,
             KEYS=tile.keys,
             CAUSAL=scores.causal,
             CENTRED=centred,
-            MASKED=kind,
+            MASKED=mask.kind,
             PRODUCTS=products,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -85,30 +102,25 @@ def row_sums(scores: Scores, products: str, tile: Tile | None = None) -> tuple[T
     return entropy, largest
 
 
+def _mask_operand(mask: Tensor | None, query: Tensor) -> Mask:
+    """Return the mask for the kernel; without one the queries stand in for its pointer, which is never read."""
+    if mask is None:
+        return Mask(Operand(query, (0, 0, 0, 0)), 0, 0.0)
+    if mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+        return Mask(Operand(mask, mask.stride()), 1, 0.0)
+    least = max(torch.finfo(mask.dtype).min / 2, torch.finfo(torch.float32).min)
+    return Mask(Operand(mask, mask.stride()), 2, least)
+
+
 @jit
-def _kernel(  # noqa: PLR0917
-    query_at,
-    key_at,
-    mean_at,
-    mask_at,
-    entropy_at,
-    largest_at,
-    query_batch,
-    query_head,
-    query_row,
-    query_dim,
-    key_batch,
-    key_head,
-    key_row,
-    key_dim,
-    mask_batch,
-    mask_head,
-    mask_row,
-    mask_column,
-    heads,
-    group,
-    queries,
-    keys,
+def _kernel(
+    query,  # Operand
+    key,  # Operand
+    mask,  # Operand
+    mean_ptr,
+    results,  # pointers to entropy and largest weight
+    sizes,  # Sizes
     scale,
     least,
     DIM: tl.constexpr,
@@ -120,73 +132,71 @@ def _kernel(  # noqa: PLR0917
     MASKED: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    blocks = tl.cdiv(queries, QUERIES)
-    which = tl.program_id(0) // blocks
+    """Compute one block of queries of one head."""
+    blocks = tl.cdiv(sizes.queries, QUERIES)
+    batch_head = tl.program_id(0) // blocks
     block = blocks - 1 - tl.program_id(0) % blocks  # causal: the longest first
-    batch = (which // heads).to(tl.int64)
-    head = (which % heads).to(tl.int64)
+    batch = (batch_head // sizes.heads).to(tl.int64)
+    head = (batch_head % sizes.heads).to(tl.int64)
     rows = block * QUERIES + tl.arange(0, QUERIES)
     dims = tl.arange(0, WIDTH)
-    inside = (rows < queries)[:, None] & (dims < DIM)[None, :]
-    places = rows.to(tl.int64)[:, None] * query_row + dims[None, :] * query_dim
-    query = tl.load(query_at + batch * query_batch + head * query_head + places, mask=inside, other=0.0)
-    shared = head // group
-    key_at += batch * key_batch + shared * key_head
-    mask_at += batch * mask_batch + head * mask_head
+    inside = (rows < sizes.queries)[:, None] & (dims < DIM)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * query.strides[2] + dims[None, :] * query.strides[3]
+    query_ptr = query.pointer + batch * query.strides[0] + head * query.strides[1]
+    queries = tl.load(query_ptr + offsets, mask=inside, other=0.0)
+    shared = head // sizes.group
+    key_ptr = key.pointer + (batch * key.strides[0] + shared * key.strides[1])
+    mask_ptr = mask.pointer + (batch * mask.strides[0] + head * mask.strides[1])
     mean = tl.zeros([WIDTH], dtype=tl.float32)
     if CENTRED:
-        own = (batch * (heads // group) + shared) * DIM
-        mean = tl.load(mean_at + own + dims, mask=dims < DIM, other=0.0)
+        first = (batch * (sizes.heads // sizes.group) + shared) * DIM
+        mean = tl.load(mean_ptr + first + dims, mask=dims < DIM, other=0.0)
 
     most = tl.full([QUERIES], -1e30, dtype=tl.float32)
     z = tl.zeros([QUERIES], dtype=tl.float32)
     a = tl.zeros([QUERIES], dtype=tl.float32)
-    end = keys
-    clear = keys
+    end = sizes.keys
+    clear = sizes.keys
     if CAUSAL:
-        end = tl.minimum(keys, (block + 1) * QUERIES)
-        clear = tl.minimum(keys, block * QUERIES)
+        end = tl.minimum(sizes.keys, (block + 1) * QUERIES)
+        clear = tl.minimum(sizes.keys, block * QUERIES)
     clear = (clear // KEYS) * KEYS  # up to here every row sees every key
     if MASKED != 0:
         clear = clear * 0
     for start in range(0, clear, KEYS):
         most, z, a = _step(
-            most, z, a, query, key_at, mean, mask_at, start, rows, dims, key_row, key_dim, mask_row, mask_column,
-            queries, keys, scale, least, DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, False,
+            (most, z, a), (queries, mean, rows, dims), key_ptr, mask_ptr, key.strides, mask.strides, start, sizes,
+            scale, least, DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, False,
         )  # fmt: skip
     for start in range(clear, end, KEYS):
         most, z, a = _step(
-            most, z, a, query, key_at, mean, mask_at, start, rows, dims, key_row, key_dim, mask_row, mask_column,
-            queries, keys, scale, least, DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, True,
+            (most, z, a), (queries, mean, rows, dims), key_ptr, mask_ptr, key.strides, mask.strides, start, sizes,
+            scale, least, DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, True,
         )  # fmt: skip
-
-    entropy = 0.6931471805599453 * (tl.log2(z) - a / z)
-    entropy = tl.where(entropy < 0, 0.0, entropy)  # rounding alone goes below 0; NaN stays
-    seen = most > -5e29
-    at = (batch * heads + head) * queries + rows
-    tl.store(entropy_at + at, tl.where(seen, entropy, float("nan")), mask=rows < queries)
-    largest = tl.where(z < 1, 1.0, 1.0 / z)  # as above
-    tl.store(largest_at + at, tl.where(seen, largest, float("nan")), mask=rows < queries)
+    _store(results, (batch * sizes.heads + head) * sizes.queries + rows, rows < sizes.queries, most, z, a)
 
 
 @jit
-def _step(  # noqa: PLR0917
-    most,
-    z,
-    a,
-    query,
-    key_at,
-    mean,
-    mask_at,
+def _store(results, offsets, inside, most, z, a):
+    """Write entropy and largest weight; NaN for a row without a visible key."""
+    entropy = 0.6931471805599453 * (tl.log2(z) - a / z)
+    entropy = tl.where(entropy < 0, 0.0, entropy)  # rounding alone goes below 0; NaN stays
+    seen = most > -5e29
+    tl.store(results[0] + offsets, tl.where(seen, entropy, float("nan")), mask=inside)
+    largest = tl.where(z < 1, 1.0, 1.0 / z)  # as above
+    tl.store(results[1] + offsets, tl.where(seen, largest, float("nan")), mask=inside)
+
+
+@jit
+def _step(
+    sums,  # the largest score so far, z and a
+    tile,  # the queries, the mean key, the numbers of the rows and of the dimensions
+    key_ptr,
+    mask_ptr,
+    key_strides,
+    mask_strides,
     start,
-    rows,
-    dims,
-    key_row,
-    key_dim,
-    mask_row,
-    mask_column,
-    queries,
-    keys,
+    sizes,  # Sizes
     scale,
     least,
     DIM: tl.constexpr,
@@ -197,27 +207,30 @@ def _step(  # noqa: PLR0917
     PRODUCTS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Take in one block of keys; `EDGE` where some score of it may be hidden."""
+    """Add one block of keys to the sums; `EDGE` where some score of it may be hidden."""
+    most, z, a = sums
+    query, mean, rows, dims = tile
     columns = start + tl.arange(0, KEYS)
-    places = columns.to(tl.int64)[None, :] * key_row + dims[:, None] * key_dim
+    offsets = columns.to(tl.int64)[None, :] * key_strides[2] + dims[:, None] * key_strides[3]
     inside = (dims < DIM)[:, None]
     if EDGE:
-        inside = inside & (columns < keys)[None, :]
-    key = tl.load(key_at + places, mask=inside, other=0.0)
+        inside = inside & (columns < sizes.keys)[None, :]
+    key = tl.load(key_ptr + offsets, mask=inside, other=0.0)
     if CENTRED:
         key = key - mean[:, None]
     scores = tl.dot(query, key, input_precision=PRODUCTS)
     if EDGE:
         scores *= scale
-        seen = (columns < keys)[None, :] & (rows < queries)[:, None]
+        seen = (columns < sizes.keys)[None, :] & (rows < sizes.queries)[:, None]
         if CAUSAL:
             seen = seen & (columns[None, :] <= rows[:, None])
         if MASKED != 0:
-            at = mask_at + rows.to(tl.int64)[:, None] * mask_row + columns.to(tl.int64)[None, :] * mask_column
+            row_ptr = mask_ptr + rows.to(tl.int64)[:, None] * mask_strides[2]
+            entry_ptr = row_ptr + columns.to(tl.int64)[None, :] * mask_strides[3]
             if MASKED == 1:
-                seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+                seen = seen & (tl.load(entry_ptr, mask=seen, other=0) != 0)
             else:
-                bias = tl.load(at, mask=seen, other=0.0).to(tl.float32)
+                bias = tl.load(entry_ptr, mask=seen, other=0.0).to(tl.float32)
                 seen = seen & (bias > least)
                 scores += bias * 1.4426950408889634
         scores = tl.where(seen, scores, -1e30)
