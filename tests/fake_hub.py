@@ -52,71 +52,72 @@ class FakeHub:
         return None
 
 
-def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        # HTTP/1.0, the default, closes each connection, so that nothing answers once the server has stopped.
-        def log_message(self, *_: object) -> None:
-            pass
+class _Handler(BaseHTTPRequestHandler):
+    """Answers requests like the hub's API for one repository."""
 
-        def answer(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
+    hub: FakeHub
 
-        def refuse(self, code: str) -> None:
-            self.answer(404, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+    # HTTP/1.0, the default, closes each connection, so that nothing answers once the server has stopped.
+    def log_message(self, *_: object) -> None:
+        pass
 
-        def do_HEAD(self) -> None:
-            self.do_GET()
+    def answer(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
 
-        def do_GET(self) -> None:
-            path = self.path.split("?")[0]
-            api, files = f"/api/models/{hub.repository}/", f"/{hub.repository}/resolve/"
-            if path == f"{api}refs":
-                refs = [
-                    {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
-                    for name, commit in hub.commits.items()
-                ]
-                self.answer(200, json.dumps({"branches": refs, "tags": [], "converts": []}).encode())
-            elif path.startswith(f"{api}tree/"):
-                self.send_tree(hub.revision(path.removeprefix(f"{api}tree/")))
-            elif path.startswith(files):
-                revision, _, name = path.removeprefix(files).partition("/")
-                self.send_file(hub.revision(revision), name)
-            else:
-                self.refuse("RepoNotFound")
+    def refuse(self, code: str) -> None:
+        self.answer(404, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
 
-        def send_tree(self, folder: Path | None) -> None:
-            if folder is None:
-                self.refuse("RevisionNotFound")
-                return
-            tree = []
-            for file in sorted(folder.iterdir()):
-                entry = {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _digest(file, "sha1")}
-                if file.suffix in (".safetensors", ".bin"):
-                    entry["lfs"] = {"oid": _digest(file, "sha256"), "size": entry["size"], "pointerSize": 130}
-                tree.append(entry)
-            self.answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
-        def send_file(self, folder: Path | None, name: str) -> None:
-            if folder is None or not (folder / name).is_file():
-                self.refuse("RevisionNotFound" if folder is None else "EntryNotFound")
-                return
-            content = (folder / name).read_bytes()
-            headers = {"ETag": f'"{_digest(folder / name, "sha256")}"', "X-Repo-Commit": hub.commits[folder.name]}
-            status, byte_range = 200, self.headers.get("Range")
-            if byte_range and hub.ranges:
-                first, last = byte_range.removeprefix("bytes=").split("-")
-                headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-                content, status = content[int(first) : int(last or len(content) - 1) + 1], 206
-            if self.command == "GET":
-                hub.served += len(content)
-            self.answer(status, content, headers)
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        api, files = f"/api/models/{self.hub.repository}/", f"/{self.hub.repository}/resolve/"
+        if path == f"{api}refs":
+            refs = [
+                {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
+                for name, commit in self.hub.commits.items()
+            ]
+            self.answer(200, json.dumps({"branches": refs, "tags": [], "converts": []}).encode())
+        elif path.startswith(f"{api}tree/"):
+            self.send_tree(self.hub.revision(path.removeprefix(f"{api}tree/")))
+        elif path.startswith(files):
+            revision, _, name = path.removeprefix(files).partition("/")
+            self.send_file(self.hub.revision(revision), name)
+        else:
+            self.refuse("RepoNotFound")
 
-    return Handler
+    def send_tree(self, folder: Path | None) -> None:
+        if folder is None:
+            self.refuse("RevisionNotFound")
+            return
+        tree = []
+        for file in sorted(folder.iterdir()):
+            entry = {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _digest(file, "sha1")}
+            if file.suffix in (".safetensors", ".bin"):
+                entry["lfs"] = {"oid": _digest(file, "sha256"), "size": entry["size"], "pointerSize": 130}
+            tree.append(entry)
+        self.answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+
+    def send_file(self, folder: Path | None, name: str) -> None:
+        if folder is None or not (folder / name).is_file():
+            self.refuse("RevisionNotFound" if folder is None else "EntryNotFound")
+            return
+        content = (folder / name).read_bytes()
+        headers = {"ETag": f'"{_digest(folder / name, "sha256")}"', "X-Repo-Commit": self.hub.commits[folder.name]}
+        status, byte_range = 200, self.headers.get("Range")
+        if byte_range and self.hub.ranges:
+            first, last = byte_range.removeprefix("bytes=").split("-")
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+            content, status = content[int(first) : int(last or len(content) - 1) + 1], 206
+        if self.command == "GET":
+            self.hub.served += len(content)
+        self.answer(status, content, headers)
 
 
 def _digest(file: Path, algorithm: str) -> str:
@@ -127,7 +128,7 @@ def _digest(file: Path, algorithm: str) -> str:
 def serve(folder: Path, repository: str = REPOSITORY) -> Iterator[FakeHub]:
     """Serve `folder`, whose subfolders are the revisions of `repository`, until the block ends."""
     hub = FakeHub(folder, repository)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

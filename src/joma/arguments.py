@@ -57,6 +57,16 @@ class StateError(RuntimeError):
         self.subject, self.required, self.remedy = subject, required, remedy
 
 
+def short_reason(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none.
+
+    >>> short_reason(ValueError("no such file\\nsee the log")), short_reason(EOFError())
+    ('no such file', 'EOFError')
+    """
+    message = str(error).strip()
+    return message.splitlines()[0] if message else type(error).__name__
+
+
 def old_names(**renamed: str) -> Callable[[Callable[Parameters, T]], Callable[Parameters, T]]:
     """Let a function accept former names of its keyword arguments: `old_names(t="times")`.
 

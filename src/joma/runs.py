@@ -19,7 +19,7 @@ from typing import Any
 
 import xarray as xr
 
-from joma.arguments import InputError
+from joma.arguments import InputError, short_reason
 from joma.files import StorageError, checksum, lock, read_json, short_hash, storage_error, write_bytes, write_json
 
 TRAJECTORY = "trajectory.nc"
@@ -181,8 +181,7 @@ def open_run(path: str | Path) -> xr.Dataset:
             # How labels were stored is forgotten: joined and written again, they would be cut to the first's length.
             return dataset.load().drop_encoding()
     except Exception as cause:  # h5py, h5netcdf and xarray each raise their own on a broken file
-        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-        raise StorageError(f"{file} is no readable trajectory ({reason}); {_again(file.parent)}") from None
+        raise StorageError(f"{file} is no readable trajectory ({short_reason(cause)}); {_again(file.parent)}") from None
 
 
 def write_trajectory(path: Path, trajectory: xr.Dataset) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from joma.arguments import InputError
+from joma.arguments import InputError, short_reason
 
 
 def as_tensor(name: str, value: Any, *, expected: str, remedy: str) -> Tensor:
@@ -29,5 +29,5 @@ def as_tensor(name: str, value: Any, *, expected: str, remedy: str) -> Tensor:
         # Arrays are copied, as torch warns about those that are read-only.
         return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value)
     except (TypeError, ValueError, RuntimeError) as cause:
-        got = f"a {type(value).__name__} ({str(cause).splitlines()[0]})"
+        got = f"a {type(value).__name__} ({short_reason(cause)})"
         raise InputError(name, expected, got, remedy) from None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
-from joma.arguments import InputError, choice, whole
+from joma.arguments import InputError, choice, short_reason, whole
 from joma.files import StorageError, lock
 from joma.progress import SILENT, Progress
 from joma.runs import Run, log, open_run, read_claims, read_config, write_claims
@@ -162,7 +162,7 @@ def _judge_stored(study: Study, path: Path, preset: str) -> list[dict[str, Any]]
     try:
         return _judge(study, open_run(path), preset, path)
     except (KeyError, AttributeError) as cause:  # xarray's words for a variable or a label that is not there
-        reason = str(cause).splitlines()[0]
+        reason = short_reason(cause)
         raise StorageError(
             f"{path} lacks what {study.name} is judged by ({reason}); delete it to run it again."
         ) from None

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from joma.arguments import InputError
+from joma.arguments import InputError, short_reason
 from joma.data.text import corpus
 from joma.watch.locations import CONFIG
 from joma.watch.weight_files import Unreadable
@@ -84,9 +84,8 @@ def _loading_errors(name: str) -> Iterator[None]:
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as cause:
-        text = str(cause).strip()
-        reason = text.splitlines()[0] if text else type(cause).__name__
-        if "trust_remote_code" in text:
+        reason = short_reason(cause)
+        if "trust_remote_code" in str(cause):
             reason = "an architecture with code of its own, which is never run"
         remedy = f"check its config.json against transformers {transformers().__version__} {ONLY_WEIGHTS}"
         raise Unreadable(name, "a model that transformers can load", reason, remedy) from None

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from joma.arguments import InputError
+from joma.arguments import InputError, short_reason
 from joma.watch.weight_files import ByteSource, FileEntry, Unreadable, local_file
 
 CONFIG = "config.json"  # describes the architecture
@@ -118,7 +118,7 @@ class Hub:
         except (errors.RepositoryNotFoundError, errors.HFValidationError):
             raise self._not_found("not a public repository on the hub") from None
         except (OSError, *errors.HfHubHTTPError.__bases__) as cause:
-            reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+            reason = short_reason(cause)
             if label is not None:
                 raise Unreadable(label, "a file that the hub serves", reason, "try again") from None
             got = f"{self.repository!r}, but {self.api.endpoint} does not answer ({reason})"

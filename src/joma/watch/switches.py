@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from joma.arguments import InputError
+from joma.arguments import InputError, short_reason
 
 OTHER_IMPLEMENTATIONS = ("eager", "flex_attention", "flash_attention")  # of Hugging Face models, instead of SDPA
 _warned: set[str] = set()
@@ -87,7 +87,7 @@ def _switch_to_sdpa(module: Any, name: str) -> None:
             module.set_attn_implementation("sdpa")
             reason = "it does not follow transformers' attention interface"
     except (ValueError, ImportError) as cause:
-        reason = str(cause).splitlines()[0]
+        reason = short_reason(cause)
     if module.config._attn_implementation != "sdpa":
         got = f"{type(module).__name__} with {name!r} attention ({reason})"
         remedy = "load it with `attn_implementation='sdpa'`; a model without SDPA can only be measured from its weights"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from joma.arguments import InputError
+from joma.arguments import InputError, short_reason
 
 FIRST_READ = 1 << 16  # bytes; most headers fit into the first read
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
@@ -243,8 +243,7 @@ class PickledFile(WeightFile):
                 self.name, "tensors only", "a pickle with other objects in it", remedy, must="contain"
             ) from None
         except (RuntimeError, EOFError, OSError, ValueError) as cause:
-            reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-            raise Unreadable(self.name, "a file written by torch", reason, "download it again") from None
+            raise Unreadable(self.name, "a file written by torch", short_reason(cause), "download it again") from None
         if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
             got = f"a {type(tensors).__name__} of other objects"
             raise Unreadable(self.name, "a table of tensors", got, "save only the model's `state_dict()`")
