@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import legend, series, title
 from joma.arguments import InputError
 from joma.studies.theorems.invariance import (
     ACTIVATIONS,
@@ -125,15 +126,6 @@ def test_sizes_of_the_ledgers_terms_are_relative_to_the_movement(small):
     np.testing.assert_allclose(selected["size"].isel(step=-1), sizes, rtol=1e-9)
 
 
-def legend(axes):
-    return [text.get_text() for text in axes.get_legend().get_texts()]
-
-
-def drawn_means(axes):
-    """The points that `measured` draws with error bars, by label."""
-    return {container.get_label(): container.lines[0].get_xydata() for container in axes.containers}
-
-
 def test_figure_2_is_drawn_with_its_corrections_and_its_scatter(small):
     left, middle, right = STUDY.figures["figure-2"].draw(small).axes
     assert legend(left) == ["Gaussian tokens", "random tokens"]
@@ -141,7 +133,7 @@ def test_figure_2_is_drawn_with_its_corrections_and_its_scatter(small):
     assert middle.get_yscale() == "log"
     assert middle.texts[0].get_text().startswith(CORRECTIONS["step"])
     softmax = small.sel(attention="softmax", activation="linear", kind="gaussian")
-    step, error = drawn_means(middle)["ẑ"][-1]
+    step, error = series(middle)["ẑ"][-1]
     assert error == pytest.approx(float(softmax.error.sel(correction="none", step=step).mean("seed")))
     agreement, uncorrected, corrected = right.lines
     np.testing.assert_array_equal(agreement.get_xdata(), agreement.get_ydata())
@@ -153,8 +145,8 @@ def test_laws_are_drawn_for_every_attention_activation_and_kind_of_tokens(small)
     panels = STUDY.figures["laws"].draw(small).axes
     pairs = [(kind, attention) for kind in TOKEN_KINDS for attention in ATTENTIONS]
     for panel, (kind, attention) in zip(panels, pairs, strict=True):
-        assert panel.get_title(loc="left").endswith(f"{attention} attention, {NAMES[kind]} tokens")
-        means = drawn_means(panel)
+        assert title(panel).endswith(f"{attention} attention, {NAMES[kind]} tokens")
+        means = series(panel)
         assert list(means) == [NAMES[activation] for activation in ACTIVATIONS]
         step, error = means["GELU"][0]
         expected = small.error.sel(attention=attention, activation="gelu", kind=kind, correction="none", step=step)
@@ -165,11 +157,11 @@ def test_laws_are_drawn_for_every_attention_activation_and_kind_of_tokens(small)
 
 def test_breakers_are_drawn_one_series_each(small):
     panels = STUDY.figures["breakers"].draw(small).axes
-    assert [panel.get_title(loc="left") for panel in panels] == ["(a)  Gaussian tokens", "(b)  random tokens"]
+    assert [title(panel) for panel in panels] == ["(a)  Gaussian tokens", "(b)  random tokens"]
     assert legend(panels[1]) == list(BREAKERS.values())
     for panel, kind in zip(panels, TOKEN_KINDS, strict=True):
         assert (panel.get_xlabel(), panel.get_yscale()) == ("step", "log")
-        step, error = drawn_means(panel)["Adam"][-1]
+        step, error = series(panel)["Adam"][-1]
         assert error == pytest.approx(float(small.broken.sel(breaker="adam", kind=kind, step=step).mean("seed")))
 
 

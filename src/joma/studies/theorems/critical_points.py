@@ -1,4 +1,4 @@
-"""Theorem 3: where its flow stops, with and without a constraint; and how far Theorem 4 follows the full flow."""
+"""Theorems 3 and 4: where the flow of one hidden unit stops, and how long the reduced flow follows the full one."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from joma.theory.mixture import FLOWS, Unit, theta, velocity
 KINDS = ("stable", "saddle", "unstable", "degenerate")
 FATES = ("grew", "died", "stalled")
 RECTIFIERS = ("relu", "leaky_relu", "gelu", "silu")
-GREW = 100.0  # times the norm at the start; a hundredth of it, or of the firing, is death
+GROWTH = 100.0  # a norm that grew by this factor has grown; one that fell by it, or a unit that fires less, has died
 
 
 @dataclass(frozen=True)
-class Config(flow_comparison.Config):
-    """Random mixtures for the critical points, random runs of ReLU, and contexts for the full flow."""
+class Config(flow_comparison.FlowConfig):
+    """Mixtures for the critical points, runs of the plain ReLU flow, and the contexts of the full flow."""
 
     activations: tuple[str, ...] = ("linear", "relu", "leaky_relu", "gelu", "silu", "tanh")
     tokens: int = 10
     components: int = 4
-    """Of the mixture: one of positive weight, the others negative."""
+    """Components of the mixture: one of positive weight, the others negative."""
     sigma: float = 0.5
-    """Of the noise; centres have length 1."""
+    """Standard deviation of the noise along one direction; centres have length 1."""
     close: float = 0.9
     """Cosine from which a critical point counts as near a centre."""
     overlaps: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)
-    """Share of their length that the centres have in common."""
+    """Share of their squared length that the centres have in common."""
     fate_tokens: int = 5
     fate_components: int = 3
-    """Of the mixtures, of any signs, in which ReLU's fate is followed."""
+    """Components, of any signs, of the mixtures in which runs of the plain ReLU flow are followed."""
     mixtures: int = 10
     runs: int = 5
-    """Starts in each of them."""
+    """Runs in each of these mixtures, from random starts."""
     clock: float = 3000.0
-    """How long a fate is awaited, in ∫ dt/‖v‖."""
+    """How long a run is followed, in ∫ dt/‖v‖."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Search, follow and compare, for each seed on its own random streams."""
+    """Search for critical points, follow the plain ReLU flow and compare the flows, each on a random stream a seed."""
     _check(config)
     parts = (_landscape, _overlaps, _fates, flow_comparison.compare)
     rows: list[xr.Dataset] = []
-    with context.progress.task("critical points", total=len(parts) * len(context.seeds)) as work:
+    with context.progress.task("critical points", total=len(parts) * len(context.seeds)) as task:
         for seed in context.seeds:
-            pieces: list[xr.Dataset] = []
-            for number, part in enumerate(parts):
-                pieces.append(part(config, np.random.default_rng([seed, number])))
-                work.advance()
-            rows.append(xr.merge(pieces))
+            results: list[xr.Dataset] = []
+            for stream, part in enumerate(parts):
+                results.append(part(config, np.random.default_rng([seed, stream])))
+                task.advance()
+            rows.append(xr.merge(results))
     return xr.concat(rows, dim=xr.Variable("seed", list(context.seeds)))
 
 
@@ -67,10 +67,10 @@ def _check(config: Config) -> None:
     flow_comparison.check(config)
     for name in config.activations:
         choice("activations", name, ACTIVATIONS)
-    for field, asked in (("activations", {"linear", *RECTIFIERS, "tanh"}), ("driven", {"relu"})):
-        if missing := asked - {*getattr(config, field)}:
-            remedy = "add them: claims are about them"
-            raise InputError(field, f"with {', '.join(sorted(asked))}", f"none of {', '.join(sorted(missing))}", remedy)
+    for field, required in (("activations", {"linear", *RECTIFIERS, "tanh"}), ("driven", {"relu"})):
+        if missing := required - {*getattr(config, field)}:
+            got, remedy = f"no {', '.join(sorted(missing))}", "add what is missing: there are claims about it"
+            raise InputError(field, ", ".join(sorted(required)), got, remedy, must="contain")
     for name in ("tokens", "components"):
         whole(name, getattr(config, name), low=2)
     for name in ("mixtures", "runs", "fate_tokens", "fate_components"):
@@ -82,86 +82,86 @@ def _check(config: Config) -> None:
 
 
 def _mixture(config: Config, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Random vectors of length 1, one that centres may share and one of each centre's own, and the centres' weights.
+    """Return random vectors of length 1, [component + 1, token], and the components' weights, of which one is positive.
 
-    The first weight is positive, the others negative.
+    The first vector is for all centres to share, the others are one for each component. The first weight is positive.
     """
-    drawn = generator.normal(size=(config.components + 1, config.tokens))
+    vectors = generator.normal(size=(config.components + 1, config.tokens))
     signs = np.full(config.components, -1.0 / (config.components - 1))
     signs[0] = 1.0
     weights = signs * generator.uniform(0.5, 1.5, config.components)
-    return drawn / np.linalg.norm(drawn, axis=-1, keepdims=True), weights
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True), weights
 
 
 def _landscape(config: Config, generator: np.random.Generator) -> xr.Dataset:
-    """Every flow's critical points in one mixture, for every activation."""
-    drawn, weights = _mixture(config, generator)
+    """Find the critical points of every flow in one mixture, for every activation."""
+    vectors, weights = _mixture(config, generator)
     shape = len(FLOWS), len(config.activations)
     count, cosine, defect = np.zeros((*shape, len(KINDS))), np.full(shape, np.nan), np.zeros(shape[1])
     near_centre = np.zeros(shape)
     for column, activation in enumerate(config.activations):
-        unit = Unit.of(activation, drawn[1:], weights, sigma=config.sigma)
+        unit = Unit.of(activation, vectors[1:], weights, sigma=config.sigma)
         for row, flow in enumerate(FLOWS):
-            found = critical_points(unit, flow=flow, decay=config.decay, starts=config.starts, generator=generator)
-            count[row, column] = [len(found.of_kind(kind)) for kind in KINDS]
-            stable = found.cosine[found.of_kind("stable"), 0]
+            points = critical_points(unit, flow=flow, decay=config.decay, starts=config.starts, generator=generator)
+            count[row, column] = [len(points.of_kind(kind)) for kind in KINDS]
+            stable = points.cosine[points.of_kind("stable"), 0]
             near_centre[row, column] = (stable >= config.close).any()
             cosine[row, column] = stable[0] if stable.size else np.nan
             if flow == "sphere":
-                defect[column] = _euler_defect(found)
-    where = ("flow", "activation")
+                defect[column] = _euler_defect(points)
+    dims = ("flow", "activation")
     return xr.Dataset(
         {
-            "count": ((*where, "kind"), count),
-            "near": (where, near_centre),
-            "cosine": (where, cosine),
+            "count": ((*dims, "kind"), count),
+            "near": (dims, near_centre),
+            "cosine": (dims, cosine),
             "euler_defect": ("activation", defect),
         },
         {"flow": list(FLOWS), "activation": list(config.activations), "kind": list(KINDS)},
     )
 
 
-def _euler_defect(found: CriticalPoints) -> float:
-    """By how much the indices of a sphere's critical points miss its Euler characteristic; NaN where one has none."""
-    if "degenerate" in found.kind:
+def _euler_defect(points: CriticalPoints) -> float:
+    """Return how far the sum of the indices on a sphere is from its Euler characteristic; NaN if one is degenerate."""
+    if "degenerate" in points.kind:
         return np.nan
-    indices = (-1.0) ** (found.eigenvalues > 0).sum(-1)
-    return float(abs(indices.sum() - 1 - (-1) ** found.eigenvalues.shape[1]))
+    indices = (-1.0) ** (points.eigenvalues > 0).sum(-1)
+    return float(abs(indices.sum() - 1 - (-1) ** points.eigenvalues.shape[1]))
 
 
 def _overlaps(config: Config, generator: np.random.Generator) -> xr.Dataset:
-    """The best stable direction's cosine with the positive centre as the centres come to overlap."""
+    """Find the best stable direction on the unit sphere, and its cosine with the positive centre, for each overlap."""
     names = [*config.driven, "linear"]
     cosine = np.full((len(names), len(config.overlaps)), np.nan)
-    control = np.zeros(len(config.overlaps))
-    drawn, weights = _mixture(config, generator)
+    linear = np.zeros(len(config.overlaps))
+    vectors, weights = _mixture(config, generator)
     for column, overlap in enumerate(config.overlaps):
-        centres = np.sqrt(overlap) * drawn[0] + np.sqrt(1 - overlap) * drawn[1:]
+        centres = np.sqrt(overlap) * vectors[0] + np.sqrt(1 - overlap) * vectors[1:]
         centres /= np.linalg.norm(centres, axis=-1, keepdims=True)
         mean = weights @ centres
-        control[column] = centres[0] @ mean / np.linalg.norm(mean)
+        linear[column] = centres[0] @ mean / np.linalg.norm(mean)
         for row, activation in enumerate(names):
             unit = Unit.of(activation, centres, weights, sigma=config.sigma)
-            found = critical_points(unit, flow="sphere", starts=config.starts, generator=generator)
-            stable = found.of_kind("stable")
-            cosine[row, column] = found.cosine[stable[0], 0] if stable.size else np.nan
-    values = {"overlap_cosine": (("unit", "overlap"), cosine), "overlap_linear": ("overlap", control)}
+            points = critical_points(unit, flow="sphere", starts=config.starts, generator=generator)
+            stable = points.of_kind("stable")
+            cosine[row, column] = points.cosine[stable[0], 0] if stable.size else np.nan
+    values = {"overlap_cosine": (("unit", "overlap"), cosine), "overlap_linear": ("overlap", linear)}
     return xr.Dataset(values, {"unit": names, "overlap": list(config.overlaps)})
 
 
 def _fates(config: Config, generator: np.random.Generator) -> xr.Dataset:
-    """Share of the runs of the plain ReLU flow that grow, die or do neither."""
-    followed_runs = [_fate(config, generator) for _ in range(config.mixtures)]
-    grew, died = (np.concatenate(part) for part in zip(*followed_runs, strict=True))
+    """Return the share of runs of the plain ReLU flow that grow, die or do neither."""
+    fates = [_follow(config, generator) for _ in range(config.mixtures)]
+    grew, died = (np.concatenate(flags) for flags in zip(*fates, strict=True))
     share = [grew.mean(), died.mean(), (~grew & ~died).mean()]
     return xr.Dataset({"fate_share": ("fate", share)}, {"fate": list(FATES)})
 
 
-def _fate(config: Config, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Whether the weights grew, and whether they vanished or the unit fell silent, for runs in one mixture.
+def _follow(config: Config, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return whether the weights grew, and whether they vanished or the unit fell silent, for each run in one mixture.
 
-    ReLU's drive F has degree 0, so that under the clock ∫ dt/‖v‖ the direction e moves by itself, ė = F − (F·e)e, and
-    d ln‖v‖ = F·e: growth to infinity and death in finite time are both out of reach.
+    ReLU's drive F has degree 0, so that under the clock ∫ dt/‖v‖ the direction e has a flow of its own,
+    ė = F − (F·e)e, and d ln‖v‖ = F·e. Neither growth to infinity nor death in finite time ends the integration.
     """
     centres = generator.normal(size=(config.fate_components, config.fate_tokens))
     unit = Unit.of("relu", centres, generator.normal(size=config.fate_components), sigma=config.sigma)
@@ -169,20 +169,22 @@ def _fate(config: Config, generator: np.random.Generator) -> tuple[np.ndarray, n
     start /= np.linalg.norm(start, axis=-1, keepdims=True)
 
     def rhs(_: float, state: np.ndarray) -> np.ndarray:
-        e = state[:, :-1] / np.linalg.norm(state[:, :-1], axis=-1, keepdims=True)  # else rounding grows where v dies
+        e = state[:, :-1] / np.linalg.norm(
+            state[:, :-1], axis=-1, keepdims=True
+        )  # else rounding errors grow where v dies
         drive = velocity(unit, e)
         along = (drive * e).sum(-1, keepdims=True)
         return np.concatenate([drive - along * e, along], axis=-1)
 
     begin = np.concatenate([start, np.zeros((config.runs, 1))], axis=-1)
     end = flows.integrate(rhs, begin, [config.clock], method="LSODA", rtol=1e-5, atol=1e-7).states[-1]
-    grew = end[:, -1] >= np.log(GREW)
+    grew = end[:, -1] >= np.log(GROWTH)
     firing = theta("relu", end[:, :-1] @ centres.T, 1.0, config.sigma)[0]  # P[φ' = 1] in each component
-    return grew, ~grew & ((end[:, -1] <= -np.log(GREW)) | (firing < 1 / GREW).all(-1))
+    return grew, ~grew & ((end[:, -1] <= -np.log(GROWTH)) | (firing < 1 / GROWTH).all(-1))
 
 
 def share_near(flow: str, *activations: str) -> Callable[[xr.Dataset], xr.DataArray]:
-    """Return the measure: share of the activations that have a stable critical point near the positive centre."""
+    """Return the measure: the share of activations that have a stable critical point near the positive centre."""
     return lambda run: run.near.sel(flow=flow, activation=list(activations)).mean("activation")
 
 
@@ -320,23 +322,24 @@ CLAIMS = (
 def draw_landscape(run: xr.Dataset) -> Figure:
     """Draw how many stable points each flow has, where ReLU's runs end, and how near a centre the stable points are."""
     figure, axes = canvas(1, 3, width=3.4, height=3.0)
-    place = np.arange(run.sizes["activation"])
+    left, middle, right = axes[0]
+    position = np.arange(run.sizes["activation"])
     labels = {"plain": "plain", "sphere": "unit norm", "decayed": "weight decay"}
     for index, (flow, label) in enumerate(labels.items()):
         stable = run["count"].sel(flow=flow, kind="stable")
-        measured(axes[0, 0], place + 0.2 * (index - 1), stable, index, label)
-    axes[0, 0].set_xticks(place, [str(name).replace("_", " ") for name in run.activation.values], rotation=30)
-    axes[0, 0].set(ylabel="stable critical points", title="Where the flow can stop", ylim=(-0.2, None))
-    axes[0, 0].legend()
-    measured(axes[0, 1], np.arange(len(FATES)), run.fate_share, 0)
-    axes[0, 1].set_xticks(np.arange(len(FATES)), FATES)
-    axes[0, 1].set(ylabel="share of runs", title="Plain ReLU flow", xlim=(-0.5, 2.5), ylim=(-0.05, 1.05))
-    theory(axes[0, 2], run.overlap, run.overlap_linear.mean("seed"), 0, "linear, closed form")
+        measured(left, position + 0.2 * (index - 1), stable, index, label)
+    left.set_xticks(position, [str(name).replace("_", " ") for name in run.activation.values], rotation=30)
+    left.set(ylabel="stable critical points", title="Where the flow can stop", ylim=(-0.2, None))
+    left.legend()
+    measured(middle, np.arange(len(FATES)), run.fate_share, 0)
+    middle.set_xticks(np.arange(len(FATES)), FATES)
+    middle.set(ylabel="share of runs", title="Plain ReLU flow", xlim=(-0.5, 2.5), ylim=(-0.05, 1.05))
+    theory(right, run.overlap, run.overlap_linear.mean("seed"), 0, "linear, closed form")
     for index, name in enumerate(run.unit.values):
         shift = 0.012 * (index - (run.sizes["unit"] - 1) / 2)
-        measured(axes[0, 2], run.overlap + shift, run.overlap_cosine.sel(unit=name), index, str(name))
-    axes[0, 2].set(xlabel="overlap of the centres", ylabel="cosine with the positive centre", title="Stable, unit norm")
-    axes[0, 2].legend(loc="lower left")
+        measured(right, run.overlap + shift, run.overlap_cosine.sel(unit=name), index, str(name))
+    right.set(xlabel="overlap of the centres", ylabel="cosine with the positive centre", title="Stable, unit norm")
+    right.legend(loc="lower left")
     letters(axes)
     return figure
 

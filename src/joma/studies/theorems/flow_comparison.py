@@ -1,4 +1,4 @@
-"""The step from Theorem 3 to Theorem 4: the full coupled flow beside the reduced one, and where they part."""
+"""The step from Theorem 3 to Theorem 4: the full coupled flow, its approximations, and when each departs from it."""
 
 from __future__ import annotations
 
@@ -20,42 +20,45 @@ from joma.theory.activations import ACTIVATIONS
 from joma.theory.critical import critical_points
 from joma.theory.mixture import Unit, fixed_centre, velocity
 
-# Theorem 1, Theorem 3, and Theorem 4 with its centre frozen at the start or at a stable point
+# The approximations: Theorem 1, Theorem 3, and Theorem 4 with its centre fixed at the start or at a stable point.
 LADDER = ("folded", "averaged", "reduced at the start", "reduced at rest")
 FULL = ("plain", "decayed")
-PARTED = 0.1  # relative distance
-START = 0.05  # of every component, as in Figure 4
-BLOWN_UP = 4.0  # a weight whose attention, exp(v²/2), leaves 1e-4 of time to the pole, and no step but tiny ones
+TOLERANCE = 0.1  # relative distance from the full flow up to which an approximation follows it
+START = 0.05  # every component at time 0, as in Figure 4
+BLOW_UP = 4.0  # a weight this large counts as blown up: by its attention, exp(v²/2), the pole is 1e-4 of time away
 
 Vectors = Float[np.ndarray, "time token"]
 
 
 @dataclass(frozen=True)
-class Config:
-    """Contexts and activations of the full flow."""
+class FlowConfig:
+    """The contexts and activations of the full flow, and the times at which it is compared."""
 
     driven: tuple[str, ...] = ("relu", "tanh")
     """Activations of the full flow."""
     decay: float = 0.1
+    """Weight decay of the decayed flows."""
     starts: int = 18
-    """Of the search for critical points."""
+    """Random starting points of the search for critical points."""
     context_weights: tuple[float, ...] = (0.5, -0.25, -0.25)
     """a_c of the mixture that the contexts are drawn from."""
     context_tokens: int = 6
     context_sigma: float = 0.15
-    """Of noise uniform in a ball, about centres uniform in [0.5, 1.5]: frequencies stay positive."""
+    """Scale of noise uniform in a ball, about centres uniform in [0.5, 1.5]: frequencies stay positive."""
     samples: int = 16
-    """Of each component, half of them mirror images of the others, so that their mean is the centre."""
+    """Contexts of each component; half of them mirror the others, so that their mean is the centre."""
     horizon: float = 10.0
     times: int = 121
 
 
-def check(config: Config) -> None:
-    """Refuse a config that the comparison cannot be made with."""
+def check(config: FlowConfig) -> None:
+    """Raise `InputError` if the comparison cannot be made with this config."""
     for name in config.driven:
         choice("driven", name, ACTIVATIONS)
     for name in ("context_tokens", "times", "samples"):
         whole(name, getattr(config, name), low=2)
+    if config.samples % 2:
+        raise InputError("samples", "even", config.samples, "half of the contexts mirror the other half")
     whole("starts", config.starts)
     for name in ("decay", "horizon", "context_sigma"):
         positive(name, getattr(config, name), ndim=0)
@@ -68,99 +71,105 @@ def check(config: Config) -> None:
 
 
 @dataclass(frozen=True)
-class _Case:
-    """One full flow: an activation with or without decay, and the contexts that it sees."""
+class _FullFlow:
+    """One full flow: an activation with or without decay, and the contexts that it is driven by."""
 
     activation: str
-    full: str
+    name: str
     decay: float
     unit: Unit
     x: Float[np.ndarray, "component sample token"]
 
     def block(self) -> tuple[flows.BlockFlow, np.ndarray, np.ndarray]:
-        """The block on the contexts, with the start at which Theorem 4's flow is its own: z = v²/2."""
+        """Return the block's flow on the contexts, and the start w0 and z0 that Theorem 4 assumes: z = v²/2."""
         components, samples, tokens = self.x.shape
         size = np.abs(self.unit.weights)
+        sign, share = np.sign(self.unit.weights), size / size.sum()
         flow = flows.block(
             "exp",
             self.activation,
-            flows.constant(np.repeat(np.sign(self.unit.weights) * size.sum(), samples)[:, None]),
+            flows.constant(np.repeat(sign * size.sum(), samples)[:, None]),
             self.x.reshape(components * samples, tokens),
-            weight=np.repeat(size / size.sum() / samples, samples),
+            weight=np.repeat(share / samples, samples),
             residual=False,
             weight_decay=self.decay,
             width=1e-2,
         )
-        w0 = np.append(np.full(tokens, START), 0.0)[:, None]  # no weight on the query, which the block leaves out
+        w0 = np.append(np.full(tokens, START), 0.0)[:, None]  # 0 for the query: without `residual` it plays no part
         return flow, w0, np.full((1, tokens), START**2 / 2)
 
     def averaged(self, times: Float[np.ndarray, " time"]) -> Vectors:
-        """Theorem 3's drive, averaged over noise under uniform attention, times the folded attention."""
+        """Integrate Theorem 3's drive, averaged over noise under uniform attention, times the folded attention."""
 
         def rhs(_: float, v: np.ndarray) -> np.ndarray:
             return velocity(self.unit, v) * np.exp(v**2 / 2) - self.decay * v
 
         start = np.full(self.x.shape[-1], START)
-        return flows.integrate(rhs, start, times, method="LSODA", rtol=1e-7, atol=1e-9, bound=BLOWN_UP).states
+        return flows.integrate(rhs, start, times, method="LSODA", rtol=1e-7, atol=1e-9, bound=BLOW_UP).states
 
     def stable_point(self, starts: int, generator: np.random.Generator) -> tuple[float, Float[np.ndarray, " token"]]:
-        """Rate and centre μ of the best stable point: of the decayed flow, or of unit norm where nothing decays."""
+        """Return rate and centre μ of the best stable point of the decayed flow, or of unit norm without decay."""
         flow, decay = ("decayed", self.decay) if self.decay else ("sphere", 1.0)
-        found = critical_points(self.unit, flow=flow, decay=decay, starts=starts, generator=generator)
-        centre = found.points[found.of_kind("stable")[0]]
+        critical = critical_points(self.unit, flow=flow, decay=decay, starts=starts, generator=generator)
+        centre = critical.points[critical.of_kind("stable")[0]]
         rate, _ = fixed_centre(self.unit, centre, flow=flow, decay=decay)
         return float(rate), centre
 
 
-def compare(config: Config, generator: np.random.Generator) -> xr.Dataset:
-    """The full coupled flow beside Theorem 1's folded, Theorem 3's averaged and Theorem 4's reduced one."""
+def compare(config: FlowConfig, generator: np.random.Generator) -> xr.Dataset:
+    """Solve the full coupled flow, Theorem 1's folded, Theorem 3's averaged and Theorem 4's reduced one.
+
+    Returns:
+        Over `driven` activations, `full` flows, `time` and `token`: the weights of the full flow (`coupled`) and of
+        each `approximation` on the `ladder`, the `entropy` of attention, and when an approximation has `parted`.
+    """
     components, tokens, sigma = len(config.context_weights), config.context_tokens, config.context_sigma
     centres = generator.uniform(0.5, 1.5, size=(components, tokens))
     noise = _ball(generator, (components, config.samples // 2, tokens))
     x = centres[:, None] + sigma * np.concatenate([noise, -noise], axis=1)
-    columns = []
+    decays = {"plain": 0.0, "decayed": config.decay}
+    rows = []
     for activation in config.driven:
         unit = Unit.of(activation, centres, config.context_weights, sigma=sigma, noise="ball")
-        rates = {"plain": 0.0, "decayed": config.decay}
-        cases = [_Case(activation, full, rates[full], unit, x) for full in FULL]
-        columns.append(xr.concat([_compared(config, case, generator) for case in cases], dim="full"))
-    compared = xr.concat(columns, dim="driven").assign_coords(driven=list(config.driven), full=list(FULL))
+        full_flows = [_FullFlow(activation, full, decays[full], unit, x) for full in FULL]
+        rows.append(xr.concat([_solve(config, full, generator) for full in full_flows], dim="full"))
+    compared = xr.concat(rows, dim="driven").assign_coords(driven=list(config.driven), full=list(FULL))
     return compared.assign(parted=parting_time(compared))
 
 
 def _ball(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Points uniform in a ball, of unit variance along every axis."""
+    """Return points uniform in a ball, of unit variance along every axis."""
     normal, tokens = generator.normal(size=shape), shape[-1]
     radius = np.sqrt(tokens + 2) * generator.random((*shape[:-1], 1)) ** (1 / tokens)
     return radius * normal / np.linalg.norm(normal, axis=-1, keepdims=True)
 
 
-def _compared(config: Config, case: _Case, generator: np.random.Generator) -> xr.Dataset:
-    """One full flow with the steps of the ladder beside it."""
+def _solve(config: FlowConfig, full: _FullFlow, generator: np.random.Generator) -> xr.Dataset:
+    """Solve one full flow and its approximations."""
     times = np.linspace(0, config.horizon, config.times)
-    flow, w0, z0 = case.block()
-    coupled = flow.solve(times, w0, z0, rtol=1e-7, atol=1e-9, bound=BLOWN_UP**2 / 2)  # its logits, v²/2, are states
-    folded = flow.solve_folded(times, w0, z0, rtol=1e-7, atol=1e-9, bound=BLOWN_UP)
-    rate, centre = case.stable_point(config.starts, generator)
+    flow, w0, z0 = full.block()
+    coupled = flow.solve(times, w0, z0, rtol=1e-7, atol=1e-9, bound=BLOW_UP**2 / 2)  # its logits, v²/2, are states
+    folded = flow.solve_folded(times, w0, z0, rtol=1e-7, atol=1e-9, bound=BLOW_UP)
+    rate, centre = full.stable_point(config.starts, generator)
     start = np.full(len(centre), START)
-    start_rate, start_centre = fixed_centre(case.unit, start, flow=case.full, decay=case.decay)
+    start_rate, start_centre = fixed_centre(full.unit, start, flow=full.name, decay=full.decay)
     ladder = {
         "folded": folded.v[:, :, 0],
-        "averaged": case.averaged(times),
+        "averaged": full.averaged(times),
         "reduced at rest": growth.nonlinear(centre, rate * times, start),
         "reduced at the start": np.zeros((0, len(centre))),
     }
     if np.isfinite(start_centre).all():  # integrated, as it can lie too far away for the closed form
         reduced = flows.nonlinear(start_centre, float(start_rate) * times, start, method="LSODA", rtol=1e-8)
         ladder["reduced at the start"] = reduced.states
-    attention = shannon_entropy(torch.from_numpy(coupled.z[:, 0]).softmax(-1)).numpy()
+    entropy = shannon_entropy(torch.from_numpy(coupled.z[:, 0]).softmax(-1)).numpy()
     return xr.Dataset(
         {
             "coupled": (("time", "token"), _padded(coupled.v[:, :, 0], len(times))),
-            "entropy": ("time", np.append(attention, np.full(len(times) - len(attention), np.nan))),
+            "entropy": ("time", np.append(entropy, np.full(len(times) - len(entropy), np.nan))),
             "approximation": (
                 ("ladder", "time", "token"),
-                np.stack([_padded(ladder[step], len(times)) for step in LADDER]),
+                np.stack([_padded(ladder[name], len(times)) for name in LADDER]),
             ),
             "entropy_reduced": ("time", growth.attention_entropy(ladder["reduced at rest"])),
             "centre": ("token", centre),
@@ -172,89 +181,100 @@ def _compared(config: Config, case: _Case, generator: np.random.Generator) -> xr
 
 
 def _padded(path: Float[np.ndarray, "known token"], length: int) -> Vectors:
-    """Infinite where the path has ended, as at a blow-up."""
+    """Return the path with infinity after its end, which is a blow-up."""
     return np.concatenate([path, np.full((length - len(path), path.shape[1]), np.inf)])
 
 
 def distance(run: xr.Dataset) -> xr.DataArray:
-    """‖v − full‖ over the largest ‖full‖ so far, for each step of the ladder; NaN once the full flow has blown up."""
+    """Return ‖v − full‖ over the largest ‖full‖ so far, for each approximation; NaN once the full flow has blown up."""
     alive = np.isfinite(run.coupled).all("token")
     full = run.coupled.where(alive, 0.0)
     size = np.sqrt((full**2).sum("token"))
-    scale = _so_far(np.maximum, size)
+    scale = _accumulate(np.maximum, size)
     return (np.sqrt(((run.approximation - full) ** 2).sum("token")) / scale).where(alive)
 
 
-def _so_far(extreme: np.ufunc, values: xr.DataArray) -> xr.DataArray:
+def _accumulate(extreme: np.ufunc, values: xr.DataArray) -> xr.DataArray:
+    """Return the running maximum or minimum over time."""
     axes = [["time"]]
     return xr.apply_ufunc(extreme.accumulate, values, input_core_dims=axes, output_core_dims=axes, kwargs={"axis": -1})
 
 
-def life(run: xr.Dataset) -> xr.DataArray:
-    """The last time recorded before the full flow's blow-up, or the horizon."""
+def lifetime(run: xr.Dataset) -> xr.DataArray:
+    """Return the last recorded time before the full flow's blow-up, or the horizon."""
     return run.time.where(np.isfinite(run.coupled).all("token")).max("time")
 
 
 def parting_time(run: xr.Dataset) -> xr.DataArray:
-    """When an approximation is first 10 % off; the end of the full flow's life if it never is."""
-    return run.time.where(distance(run) > PARTED).min("time").fillna(life(run))
+    """Return when an approximation is first more than 10 % off, or the end of the full flow's life if it never is."""
+    return run.time.where(distance(run) > TOLERANCE).min("time").fillna(lifetime(run))
 
 
-def followed(run: xr.Dataset) -> xr.DataArray:
-    """Share of the full flow's life before an approximation is 10 % off."""
-    return run.parted / life(run)
+def share_followed(run: xr.Dataset) -> xr.DataArray:
+    """Return the share of the full flow's life in which an approximation follows it, until it is 10 % off."""
+    return run.parted / lifetime(run)
 
 
-def followed_by(step: str, full: str) -> Callable[[xr.Dataset], xr.DataArray]:
-    """Return the measure: how much of the full flow's life that step of the ladder follows, least over activations."""
-    return lambda run: followed(run).sel(ladder=step, full=full).min("driven")
+def followed_by(approximation: str, full: str) -> Callable[[xr.Dataset], xr.DataArray]:
+    """Return the measure: the share of the full flow's life that an approximation follows, least over activations."""
+    return lambda run: share_followed(run).sel(ladder=approximation, full=full).min("driven")
 
 
 def recovery(run: xr.Dataset) -> xr.DataArray:
-    """How far the entropy of the full flow's attention rises above its least value so far, in nats, at most."""
-    left = run.entropy.sel(full="plain")
-    return (left - _so_far(np.fmin, left)).max(("time", "driven"))
+    """Return how far the entropy of the full flow's attention rises above its minimum so far, in nats, at most."""
+    entropy = run.entropy.sel(full="plain")
+    return (entropy - _accumulate(np.fmin, entropy)).max(("time", "driven"))
 
 
 def draw_parting(run: xr.Dataset) -> Figure:
     """Draw the full flow beside its approximations: components, distance and entropy, with and without decay."""
     figure, axes = canvas(run.sizes["driven"], 3, width=3.4, height=2.6)
-    gap = distance(run).sel(full="plain")
-    for row, activation in enumerate(run.driven.values):
-        left, middle, right = axes[row]
-        one = run.sel(driven=activation, full="plain").isel(seed=0)
-        few = one.isel(time=slice(None, None, 6))
-        for index, token in enumerate(_largest(one)):
-            measured(left, few.time, few.coupled.isel(token=token), index, f"token {token}")
-            for step, width in (("averaged", 1.5), ("reduced at rest", 0.8)):
-                path = one.approximation.sel(ladder=step).isel(token=token)
-                theory(left, run.time, path.where(abs(path) < 4), index, linewidth=width)
-        left.set(xlabel="time", ylabel="weight $v$", title=f"{activation}, seed 0", ylim=(-2.5, 2.5))
-        left.legend(loc="lower left")
-        for index, step in enumerate(LADDER):
-            curve = gap.sel(driven=activation, ladder=step)
-            mean = curve.where(np.isfinite(curve)).mean("seed").where(lambda value: value > 1e-12)
-            theory(middle, run.time, mean, index, step)
-        middle.axhline(PARTED, color="black", linewidth=0.7)
-        middle.set(xlabel="time", ylabel="relative distance", yscale="log", title=f"{activation}, from the full flow")
-        middle.legend(loc="center right")
-        _draw_entropy(right, run.sel(driven=activation))
-        right.set_title(f"{activation}, entropy")
+    for panels, activation in zip(axes, run.driven.values, strict=True):
+        driven = run.sel(driven=activation)
+        _draw_components(panels[0], driven.sel(full="plain").isel(seed=0))
+        panels[0].set_title(f"{activation}, seed 0")
+        _draw_distance(panels[1], driven)
+        panels[1].set_title(f"{activation}, from the full flow")
+        _draw_entropy(panels[2], driven)
+        panels[2].set_title(f"{activation}, entropy")
     letters(axes)
     return figure
 
 
-def _largest(one: xr.Dataset) -> list[int]:
-    """The tokens whose weights get largest, the largest first."""
-    size = abs(one.coupled.where(np.isfinite(one.coupled))).max("time")
-    return [int(token) for token in np.argsort(-size.values)[:3]]
+def _draw_components(panel: Axes, run: xr.Dataset) -> None:
+    """Draw the three weights that get largest: the full flow as points, two of its approximations as lines."""
+    thinned = run.isel(time=slice(None, None, 6))
+    for index, token in enumerate(_largest(run)):
+        measured(panel, thinned.time, thinned.coupled.isel(token=token), index, f"token {token}")
+        for name, width in (("averaged", 1.5), ("reduced at rest", 0.8)):
+            path = run.approximation.sel(ladder=name).isel(token=token)
+            theory(panel, run.time, path.where(abs(path) < 4), index, linewidth=width)
+    panel.set(xlabel="time", ylabel="weight $v$", ylim=(-2.5, 2.5))
+    panel.legend(loc="lower left")
 
 
-def _draw_entropy(panel: Axes, one: xr.Dataset) -> None:
-    few = one.isel(time=slice(None, None, 8))
+def _largest(run: xr.Dataset, count: int = 3) -> list[int]:
+    """Return the tokens whose weights get largest, the largest first."""
+    size = abs(run.coupled.where(np.isfinite(run.coupled))).max("time")
+    return [int(token) for token in np.argsort(-size.values)[:count]]
+
+
+def _draw_distance(panel: Axes, run: xr.Dataset) -> None:
+    gap = distance(run).sel(full="plain")
+    for index, name in enumerate(LADDER):
+        curve = gap.sel(ladder=name)
+        mean = curve.where(np.isfinite(curve)).mean("seed").where(lambda value: value > 1e-12)
+        theory(panel, run.time, mean, index, name)
+    panel.axhline(TOLERANCE, color="black", linewidth=0.7)
+    panel.set(xlabel="time", ylabel="relative distance", yscale="log")
+    panel.legend(loc="center right")
+
+
+def _draw_entropy(panel: Axes, run: xr.Dataset) -> None:
+    thinned = run.isel(time=slice(None, None, 8))
     for index, (full, label) in enumerate({"plain": "", "decayed": ", weight decay"}.items()):
-        theory(panel, one.time, one.entropy_reduced.sel(full=full).mean("seed"), index, f"reduced{label}")
-        alive = few.entropy.sel(full=full).notnull().all("seed")
-        measured(panel, few.time[alive], few.entropy.sel(full=full)[:, alive], index, f"full{label}")
+        theory(panel, run.time, run.entropy_reduced.sel(full=full).mean("seed"), index, f"reduced{label}")
+        alive = thinned.entropy.sel(full=full).notnull().all("seed")
+        measured(panel, thinned.time[alive], thinned.entropy.sel(full=full)[:, alive], index, f"full{label}")
     panel.set(xlabel="time", ylabel="attention entropy / nats")
     panel.legend(loc="lower left")
