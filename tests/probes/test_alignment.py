@@ -100,8 +100,7 @@ def test_a_unit_equal_to_the_latent_aligns_and_its_negative_only_in_absolute_val
     latent, _, _ = case
     varies = latent.any(-2) & ~latent.all(-2)
     y = latent.double()
-    one, nan = torch.tensor(1.0, dtype=torch.float64), torch.tensor(torch.nan, dtype=torch.float64)
-    expected = torch.where(varies, one, nan)
+    expected = torch.ones_like(varies, dtype=torch.float64).masked_fill(~varies, torch.nan)
     torch.testing.assert_close(latent_alignment(latent, y), expected, rtol=0, atol=1e-14, equal_nan=True)
     for column in range(y.shape[-1]):
         single = latent[..., column : column + 1]

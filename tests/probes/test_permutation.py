@@ -40,22 +40,22 @@ def test_the_gap_is_that_of_a_loop_over_permutations(length, sequences, layers, 
     gap = permutation_gap(model, tokens, inputs=5, generator=torch.Generator().manual_seed(seed))
     assert gap.permutations == math.factorial(length - 1)
     earlier = torch.randint(9, (sequences, 5, length - 1), generator=torch.Generator().manual_seed(seed))
-    for which in range(2):
 
-        def y(row, which=which):
-            with torch.no_grad():
-                return model(torch.tensor([list(map(int, row))]))[which, 0, -1].numpy()
+    def y(row):
+        with torch.no_grad():
+            return model(torch.tensor([list(map(int, row))]))[:, 0, -1].numpy()
 
-        change, square = [], []
-        for s, row in enumerate(tokens):
-            orders = itertools.permutations(row[:-1])
-            change += [np.linalg.norm(y([*order, row[-1]]) - y(row)) for order in orders]
-            outputs = np.stack([y([*r, row[-1]]) for r in earlier[s]])
-            square += [((outputs - outputs.mean(axis=0)) ** 2).sum(axis=1).mean()]
-        spread = np.sqrt(np.mean(square))
-        np.testing.assert_allclose(gap.spread[which], spread, rtol=1e-10)
-        np.testing.assert_allclose(gap.largest[which], max(change) / spread, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(gap.mean[which], np.mean(change) / spread, rtol=1e-9, atol=1e-12)
+    change, square = [], []
+    for s, row in enumerate(tokens):
+        orders = itertools.permutations(row[:-1])
+        base = y(row)
+        change += [np.linalg.norm(y([*order, row[-1]]) - base, axis=-1) for order in orders]
+        outputs = np.stack([y([*r, row[-1]]) for r in earlier[s]])
+        square += [((outputs - outputs.mean(axis=0)) ** 2).sum(axis=-1).mean(axis=0)]
+    spread = np.sqrt(np.mean(square, axis=0))
+    np.testing.assert_allclose(gap.spread, spread, rtol=1e-10)
+    np.testing.assert_allclose(gap.largest, np.max(change, axis=0) / spread, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(gap.mean, np.mean(change, axis=0) / spread, rtol=1e-9, atol=1e-12)
 
 
 @st.composite
@@ -86,12 +86,12 @@ def test_without_encoding_order_is_unknown_to_a_full_mask_and_to_one_causal_laye
     parts, tokens, seed = case
     if parts["mask"] == "causal":
         parts["layers"] = 1
-    found = permutation_gap(decoder((seed, seed + 1), **parts), tokens, samples=20)
-    assert found.largest.shape == (2,)
-    assert float((found.largest * found.spread).max()) <= 1e-12
+    gap = permutation_gap(decoder((seed, seed + 1), **parts), tokens, samples=20)
+    assert gap.largest.shape == (2,)
+    assert float((gap.largest * gap.spread).max()) <= 1e-12
     # A norm of two units leaves little but their signs, and layers without residuals can lose nearly all of their
     # input: there the spread is not much above rounding either.
-    assert bool(((found.largest <= 1e-10) | (found.spread < 1e-4)).all())
+    assert bool(((gap.largest <= 1e-10) | (gap.spread < 1e-4)).all())
 
 
 @given(decoders(), st.sampled_from(["none", "sinusoidal", "learned", "rotary"]))
@@ -103,8 +103,8 @@ def test_encodings_or_a_causal_mask_and_a_second_layer_break_the_symmetry(case, 
     # As above: too narrow, or without residuals, there may be nothing left to see.
     parts.update(positions=positions, residual=True, vocabulary=12, width=4 * parts["width"])
     tokens = torch.arange(parts["length"])[None]
-    found = permutation_gap(decoder((seed,), **parts), tokens, samples=20)
-    assert float(found.largest) > 1e-4
+    gap = permutation_gap(decoder((seed,), **parts), tokens, samples=20)
+    assert float(gap.largest) > 1e-4
 
 
 def test_a_batch_is_bounded_and_changes_nothing(monkeypatch):
@@ -133,9 +133,9 @@ def test_beyond_six_earlier_tokens_permutations_are_sampled():
         return torch.nn.functional.one_hot(tokens, 9).double().cumsum(dim=1)
 
     tokens = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [8, 7, 6, 5, 4, 3, 2, 1]])
-    found = permutation_gap(model, tokens, samples=50, inputs=2)
-    assert found.permutations == 50
-    assert float(found.largest) == 0.0
+    gap = permutation_gap(model, tokens, samples=50, inputs=2)
+    assert gap.permutations == 50
+    assert float(gap.largest) == 0.0
     shuffled = shown[3].view(2, 50, 8)
     assert all(len({tuple(row) for row in rows.tolist()}) == 50 for rows in shuffled)
     for rows, sequence in zip(shuffled, tokens, strict=True):
@@ -149,8 +149,8 @@ def test_beyond_six_earlier_tokens_permutations_are_sampled():
 
 def test_a_model_that_ignores_earlier_tokens_has_no_gap():
     table = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
-    found = permutation_gap(lambda tokens: table[tokens], [1, 2, 3])
-    assert (float(found.largest), float(found.mean), float(found.spread)) == (0.0, 0.0, 0.0)
+    gap = permutation_gap(lambda tokens: table[tokens], [1, 2, 3])
+    assert (float(gap.largest), float(gap.mean), float(gap.spread)) == (0.0, 0.0, 0.0)
 
 
 # Rounding
@@ -190,12 +190,12 @@ def test_in_every_dtype_the_gap_is_that_of_float64_up_to_rounding(case, dtype, p
     low = decoder((seed,), positions=positions, **parts).to(dtype)
     high = decoder((seed,), positions=positions, **parts)
     high.load_state_dict({name: weight.double() for name, weight in low.state_dict().items()})
-    found, exact = (permutation_gap(model, tokens, samples=20) for model in (low, high))
+    gap, exact = (permutation_gap(model, tokens, samples=20) for model in (low, high))
     error = NOISE[dtype] * size(high, tokens, 12) / float(exact.spread)
     assume(error < 0.25)  # else other tokens change less than a few roundings, and there is nothing to compare with
-    assert float(found.largest) == pytest.approx(float(exact.largest), abs=(2 + float(exact.largest)) * error)
-    assert float(found.mean) > 0.0
-    assert float(found.spread) == pytest.approx(float(exact.spread), rel=error)
+    assert float(gap.largest) == pytest.approx(float(exact.largest), abs=(2 + float(exact.largest)) * error)
+    assert float(gap.mean) > 0.0
+    assert float(gap.spread) == pytest.approx(float(exact.spread), rel=error)
 
 
 @given(roomy(), FOUR)
@@ -203,8 +203,8 @@ def test_in_every_dtype_the_gap_is_that_of_float64_up_to_rounding(case, dtype, p
 def test_in_every_dtype_a_full_mask_without_encoding_knows_no_order_up_to_rounding(case, dtype):
     parts, tokens, seed = case
     model = decoder((seed,), positions="none", mask="full", **parts).to(dtype)
-    found = permutation_gap(model, tokens, samples=20)
-    assert float(found.largest * found.spread) <= 2 * NOISE[dtype] * size(model, tokens, 12)
+    gap = permutation_gap(model, tokens, samples=20)
+    assert float(gap.largest * gap.spread) <= 2 * NOISE[dtype] * size(model, tokens, 12)
 
 
 @given(dtype=FOUR, seed=st.integers(0, 999), earlier=st.integers(2, 60), layers=st.integers(1, 12))
@@ -222,8 +222,8 @@ def test_in_every_dtype_rounding_is_not_taken_for_what_earlier_tokens_change(dty
         return y
 
     tokens = torch.from_numpy(np.random.default_rng(seed).integers(9, size=earlier + 1))
-    found = permutation_gap(model, tokens, samples=20, vocabulary=9)
-    assert (float(found.largest), float(found.mean)) == (0.0, 0.0)
+    gap = permutation_gap(model, tokens, samples=20, vocabulary=9)
+    assert (float(gap.largest), float(gap.mean)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("dtype", list(NOISE))
@@ -331,16 +331,16 @@ def test_a_hugging_face_model_needs_no_wrapper():
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
     with pytest.raises(InputError, match=r"`model` must be deterministic.*model\.eval\(\)"):
         permutation_gap(model.train(), tokens)
-    found = permutation_gap(model.eval(), tokens)
-    assert float(found.largest) > 1e-3
+    gap = permutation_gap(model.eval(), tokens)
+    assert float(gap.largest) > 1e-3
     half = permutation_gap(copy.deepcopy(model).bfloat16(), tokens)
-    torch.testing.assert_close(half.largest, found.largest, rtol=0.1, atol=0)
+    torch.testing.assert_close(half.largest, gap.largest, rtol=0.1, atol=0)
     with pytest.raises(InputError, match=r"`model` must be deterministic.*model\.eval\(\)"):
         permutation_gap(copy.deepcopy(model).bfloat16().train(), tokens)
     with pytest.raises(InputError, match=r"`tokens` must be no longer than the model takes, 8 positions, got 10"):
         permutation_gap(model, [list(range(10))])
     by_hand = permutation_gap(lambda tokens: model(tokens).logits, tokens)
-    torch.testing.assert_close(found.largest, by_hand.largest, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gap.largest, by_hand.largest, rtol=1e-12, atol=0)
     with pytest.raises(InputError, match=r"`tokens` must be in the model's vocabulary, 0 to 10, got 1 to 11"):
         permutation_gap(model, [[1, 2, 11]])
 

@@ -64,7 +64,7 @@ def _tile(scores: Scores) -> BlockSize:
     return _TILES.get(scores.query.device.type, _TILES["cuda"])
 
 
-def _count_seen(scores: Scores, mask: Tensor, row: Int[Tensor, " row"]) -> Int[Tensor, "one two row"]:
+def _count_seen(scores: Scores, mask: Tensor, row: Int[Tensor, " row"]) -> Int[Tensor, "mask_batch mask_head row"]:
     seen = ~hidden(mask[:, :, int(row[0]) : int(row[-1]) + 1])
     if scores.causal:
         seen &= torch.arange(seen.shape[-1], device=row.device) <= row[:, None]
@@ -199,7 +199,7 @@ def blocked(scores: Scores) -> Rows:
 def _row_sums(
     query: Float[Tensor, "head row dim"],
     key: Float[Tensor, "head key dim"],
-    mask: Shaped[Tensor, "batch own row key"] | None,
+    mask: Shaped[Tensor, "batch group row key"] | None,
     first_row: int | None,
     *,
     workspace: Float[Tensor, "two size"],

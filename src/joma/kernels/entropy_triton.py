@@ -151,8 +151,7 @@ def _kernel(
     if CENTRED:
         first = (batch * (sizes.heads // sizes.group) + shared) * DIM
         mean = tl.load(mean_ptr + first + dims, mask=dims < DIM, other=0.0)
-
-    most = tl.full([QUERIES], -1e30, dtype=tl.float32)
+    peak = tl.full([QUERIES], -1e30, dtype=tl.float32)
     z = tl.zeros([QUERIES], dtype=tl.float32)
     a = tl.zeros([QUERIES], dtype=tl.float32)
     end = sizes.keys
@@ -164,24 +163,24 @@ def _kernel(
     if MASKED != 0:
         clear = clear * 0
     for start in range(0, clear, KEYS):
-        most, z, a = _step(
-            (most, z, a), (queries, mean, rows, dims), key_ptr, mask_ptr, key.strides, mask.strides, start, sizes,
+        peak, z, a = _step(
+            (peak, z, a), (queries, mean, rows, dims), key_ptr, mask_ptr, key.strides, mask.strides, start, sizes,
             scale, least, DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, False,
         )  # fmt: skip
     for start in range(clear, end, KEYS):
-        most, z, a = _step(
-            (most, z, a), (queries, mean, rows, dims), key_ptr, mask_ptr, key.strides, mask.strides, start, sizes,
+        peak, z, a = _step(
+            (peak, z, a), (queries, mean, rows, dims), key_ptr, mask_ptr, key.strides, mask.strides, start, sizes,
             scale, least, DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, True,
         )  # fmt: skip
-    _store(results, (batch * sizes.heads + head) * sizes.queries + rows, rows < sizes.queries, most, z, a)
+    _store(results, (batch * sizes.heads + head) * sizes.queries + rows, rows < sizes.queries, peak, z, a)
 
 
 @jit
-def _store(results, offsets, inside, most, z, a):
+def _store(results, offsets, inside, peak, z, a):
     """Write entropy and largest weight; NaN for a row without a visible key."""
     entropy = 0.6931471805599453 * (tl.log2(z) - a / z)
     entropy = tl.where(entropy < 0, 0.0, entropy)  # rounding alone goes below 0; NaN stays
-    seen = most > -5e29
+    seen = peak > -5e29
     tl.store(results[0] + offsets, tl.where(seen, entropy, float("nan")), mask=inside)
     largest = tl.where(z < 1, 1.0, 1.0 / z)  # as above
     tl.store(results[1] + offsets, tl.where(seen, largest, float("nan")), mask=inside)
@@ -208,7 +207,7 @@ def _step(
     EDGE: tl.constexpr,
 ):
     """Add one block of keys to the sums; `EDGE` where some score of it may be hidden."""
-    most, z, a = sums
+    peak, z, a = sums
     query, mean, rows, dims = tile
     columns = start + tl.arange(0, KEYS)
     offsets = columns.to(tl.int64)[None, :] * key_strides[2] + dims[:, None] * key_strides[3]
@@ -234,12 +233,12 @@ def _step(
                 seen = seen & (bias > least)
                 scores += bias * 1.4426950408889634
         scores = tl.where(seen, scores, -1e30)
-        new = tl.maximum(most, tl.max(scores, 1))
+        new = tl.maximum(peak, tl.max(scores, 1))
         d = scores - new[:, None]
     else:  # scaled and shifted in one instruction
-        new = tl.maximum(most, tl.max(scores, 1) * scale)
+        new = tl.maximum(peak, tl.max(scores, 1) * scale)
         d = scores * scale - new[:, None]
-    shift = most - new
+    shift = peak - new
     decay = tl.exp2(shift)
     e = tl.exp2(d)
     a = decay * (a + shift * z) + tl.sum(e * d, 1)
