@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks import Row
-from joma.theory.flows import BlockFlow, block, cross_entropy, squared_error
+from joma.theory.block_flow import Architecture, BlockFlow, Training, block
 from joma.theory.invariants import ledger, predict, relative_error
+from joma.theory.losses import cross_entropy, squared_error
 
 PROBLEMS, KINKED, STEPS, SEED = 20, 2, 200, 0
 SAMPLES, TOKENS, QUERIES, HIDDEN = 12, 6, 3, 5
@@ -45,11 +46,15 @@ def _problem(
         rng.dirichlet(np.ones(TOKENS), size=SAMPLES),
         query=np.arange(SAMPLES) % QUERIES,
         weight=rng.dirichlet(np.full(SAMPLES, 3.0)),
-        embedding=np.linalg.qr(rng.normal(size=(TOKENS + QUERIES + 2, TOKENS + QUERIES)))[0],
-        temperature=rng.uniform(0.4, 2.0),
-        rate_v=rate * rng.uniform(0.3, 3.0),
-        rate_z=rate * rng.uniform(0.3, 3.0),
-        rate_bias=rate * rng.uniform(0.0, 2.0),
+        architecture=Architecture(
+            embedding=np.linalg.qr(rng.normal(size=(TOKENS + QUERIES + 2, TOKENS + QUERIES)))[0],
+            temperature=rng.uniform(0.4, 2.0),
+        ),
+        training=Training(
+            rate_w=rate * rng.uniform(0.3, 3.0),
+            rate_z=rate * rng.uniform(0.3, 3.0),
+            rate_bias=rate * rng.uniform(0.0, 2.0),
+        ),
     )
     w0 = 0.5 * rng.normal(size=(TOKENS + QUERIES + 2, HIDDEN))
     return flow, w0, 0.5 * rng.normal(size=(QUERIES, TOKENS)), 0.1 * rng.normal(size=HIDDEN)
@@ -77,12 +82,13 @@ def _sgd_error(flow: BlockFlow, w: np.ndarray, z: np.ndarray, bias: np.ndarray) 
         pull.append(rate.pull)
         v.append(flow.context.T @ w)
         logits.append(z)
-    options = {"rate_v": flow.rate_v, "rate_z": flow.rate_z, "temperature": flow.temperature, "b_ref": flow.b_ref}
-    book = ledger(np.array(v), np.array(b_bar), np.array(pull), **options)
+    rates = {"rate_w": flow.training.rate_w, "rate_z": flow.training.rate_z}
+    steps = np.array(v), np.array(b_bar), np.array(pull)
+    remainder = ledger(*steps, b_ref=flow.b_ref, temperature=flow.temperature, **rates)
     total = np.array(logits).sum(axis=1)
-    return float(relative_error(total, _predicted(flow, np.array(v), logits[0]) - book.total, total[0]).max())
+    return float(relative_error(total, _predicted(flow, np.array(v), logits[0]) - remainder.total, total[0]).max())
 
 
 def _predicted(flow: BlockFlow, v: np.ndarray, z0: np.ndarray) -> np.ndarray:
-    options = {"kappa": flow.rate_z / flow.rate_v, "temperature": flow.temperature, "b_ref": flow.b_ref}
+    options = {"kappa": flow.training.kappa, "temperature": flow.temperature, "b_ref": flow.b_ref}
     return predict(flow.attention.name, v, v[0], z0, **options)

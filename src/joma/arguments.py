@@ -243,3 +243,14 @@ def broadcast(**arrays: np.ndarray) -> tuple[int, ...]:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
         names = "`, `".join(arrays)
         raise InputError(names, "of shapes that broadcast together", shapes, "align them from the right") from None
+
+
+def aligned(**arrays: ArrayLike) -> list[np.ndarray]:
+    """Return the named arrays as float64, broadcast to their common shape of at least one axis.
+
+    >>> aligned(mu=[1.0, 2.0], v0=0.5)
+    [array([1., 2.]), array([0.5, 0.5])]
+    """
+    checked = {name: np.atleast_1d(real(name, array)) for name, array in arrays.items()}
+    shape = broadcast(**checked)
+    return [np.broadcast_to(array, shape) for array in checked.values()]

@@ -19,6 +19,8 @@ from joma.progress import SILENT, Progress
 from joma.study import Verdict
 from joma.theory import flows, growth, hierarchy, invariants, mixture
 from joma.theory.activations import Activation, named
+from joma.theory.block_flow import Architecture, BlockFlow, BlockSolution, Training, block
+from joma.theory.losses import cross_entropy
 
 
 @dataclass(frozen=True)
@@ -57,27 +59,28 @@ def verify(progress: Progress = SILENT) -> list[Result]:
 
 
 @cache
-def _problem(attention: str, activation: str) -> tuple[flows.BlockFlow, flows.BlockSolution]:
+def _problem(attention: str, activation: str) -> tuple[BlockFlow, BlockSolution]:
     """A block with three queries, unequal rates and cross entropy, and its flow."""
     rng = np.random.default_rng(0)
     x, query = rng.dirichlet(np.ones(6), size=12), np.arange(12) % 3
-    heat = 0.7 if attention == "softmax" else 1.0
-    gradient = flows.cross_entropy(np.arange(12) % 4)
-    flow = flows.block(attention, activation, gradient, x, query=query, rate_v=0.8, rate_z=1.3, temperature=heat)
+    temperature = 0.7 if attention == "softmax" else 1.0
+    gradient = cross_entropy(np.arange(12) % 4)
+    training, architecture = Training(rate_w=0.8, rate_z=1.3), Architecture(temperature=temperature)
+    flow = block(attention, activation, gradient, x, query=query, training=training, architecture=architecture)
     w0, z0 = 0.5 * rng.normal(size=(9, 4)), 0.5 + 0.3 * rng.normal(size=(3, 6))
     return flow, flow.solve(np.linspace(0, 8, 9), w0, z0)
 
 
 def _conserved(attention: str, activation: str) -> float:
     flow, path = _problem(attention, activation)
-    kept = invariants.conserved(attention, path.v, path.z, rate_v=flow.rate_v, rate_z=flow.rate_z)
+    kept = invariants.conserved(attention, path.v, path.z, rate_w=flow.training.rate_w, rate_z=flow.training.rate_z)
     moved = np.abs(path.z - path.z[0]).max()
     return float(np.abs(kept - kept[0]).max() / max(moved, np.abs(kept[0]).max()))
 
 
 def _ledger() -> float:
     flow, path = _problem("softmax", "gelu")
-    rates = {"kappa": flow.rate_z / flow.rate_v, "temperature": flow.temperature, "b_ref": flow.b_ref}
+    rates = {"kappa": flow.training.kappa, "temperature": flow.temperature, "b_ref": flow.b_ref}
     predicted = invariants.predict("softmax", path.v, path.v[0], path.z[0], **rates) - path.ledger.total
     total = path.z.sum(axis=1)
     return float(np.abs(predicted - total).max() / np.abs(total - total[0]).max())
@@ -93,9 +96,9 @@ def _trained_ledger() -> float:
     generators = [torch.Generator().manual_seed(0)]
     x = torch.rand(10, 5, generator=generators[0], dtype=torch.float64)
     target = torch.arange(10) % 4
-    block = Block(BlockConfig(tokens=5, hidden=4, activation="gelu", temperature=0.5, scale=0.3), generators=generators)
+    model = Block(BlockConfig(tokens=5, hidden=4, activation="gelu", temperature=0.5, scale=0.3), generators=generators)
     run = fit(
-        block,
+        model,
         lambda model, _: torch.nn.functional.cross_entropy(model(x)[0], target).reshape(1),
         optimiser=Optimiser("sgd", 1.5, rates={"z": 0.7}),
         steps=200,
@@ -106,7 +109,7 @@ def _trained_ledger() -> float:
     ).isel(seed=0)
     b_ref = invariants.reference(x.numpy())
     v, z = run.v.values, run.z.values
-    rates = {"rate_v": 1.5, "rate_z": 0.7, "temperature": 0.5}
+    rates = {"rate_w": 1.5, "rate_z": 0.7, "temperature": 0.5}
     book = invariants.ledger(v, run.b.values[:-1], run.pull.values[:-1], b_ref=b_ref, **rates)
     kept = invariants.predict("softmax", v, v[0], z[0], kappa=0.7 / 1.5, temperature=0.5, b_ref=b_ref)
     total = z.sum(axis=1)

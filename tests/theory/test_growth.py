@@ -52,35 +52,35 @@ def test_linear_agrees_with_mpmath(delta, v0, step):
     v0=st.floats(-4, 4),
     z0=st.floats(-6, 6),
     kappa=st.floats(0.1, 3),
-    eta_w=st.floats(0.01, 10),
+    rate_w=st.floats(0.01, 10),
     step=st.floats(0, 6),
     sign=st.sampled_from([-1, 1]),
 )
-def test_linear_from_any_logits_agrees_with_mpmath(*, delta, v0, z0, kappa, eta_w, step, sign):
+def test_linear_from_any_logits_agrees_with_mpmath(*, delta, v0, z0, kappa, rate_w, step, sign):
     v = v0 + sign * step
     assume(abs(v) * np.sqrt(kappa) <= 6.9)
     with mp.workdps(40):
-        drift = mp.mpf(eta_w) * mp.exp(mp.mpf(z0) - mp.mpf(kappa) * mp.mpf(v0) ** 2 / 2)
+        drift = mp.mpf(rate_w) * mp.exp(mp.mpf(z0) - mp.mpf(kappa) * mp.mpf(v0) ** 2 / 2)
     t = float(time_to(v, sign * delta, v0, kappa=kappa, drift=drift))
     speed = delta * float(drift) * np.exp(kappa * v**2 / 2)
-    got = growth.linear(sign * delta, t, v0, z0=z0, kappa=kappa, eta_w=eta_w)
+    got = growth.linear(sign * delta, t, v0, z0=z0, kappa=kappa, rate_w=rate_w)
     assert abs(got - v) <= ACCURACY * (1 + speed * t)
 
 
 @settings(max_examples=25)
 @given(
-    delta=st.floats(-1, 1), v0=st.floats(-2, 2), z0=st.floats(-2, 2), eta_w=st.floats(0.2, 2), eta_z=st.floats(0.2, 2)
+    delta=st.floats(-1, 1), v0=st.floats(-2, 2), z0=st.floats(-2, 2), rate_w=st.floats(0.2, 2), rate_z=st.floats(0.2, 2)
 )
-def test_linear_is_the_blocks_own_flow(delta, v0, z0, eta_w, eta_z):
+def test_linear_is_the_blocks_own_flow(delta, v0, z0, rate_w, rate_z):
     """The coupled flow of weights and logits, integrated without the conserved quantity."""
-    end = float(min(0.8 * growth.blow_up_time(delta, v0, z0=z0, kappa=eta_z / eta_w, eta_w=eta_w), 3.0))
+    end = float(min(0.8 * growth.blow_up_time(delta, v0, z0=z0, kappa=rate_z / rate_w, rate_w=rate_w), 3.0))
 
     def flow(_, state):
         pull = delta * np.exp(state[1])
-        return [eta_w * pull, eta_z * pull * state[0]]
+        return [rate_w * pull, rate_z * pull * state[0]]
 
     solution = solve_ivp(flow, (0, end), [v0, z0], method="DOP853", rtol=1e-12, atol=1e-12)
-    got = growth.linear(delta, end, v0, z0=z0, kappa=eta_z / eta_w, eta_w=eta_w)
+    got = growth.linear(delta, end, v0, z0=z0, kappa=rate_z / rate_w, rate_w=rate_w)
     np.testing.assert_allclose(got, solution.y[0, -1], rtol=1e-8, atol=1e-9)
 
 
@@ -170,12 +170,12 @@ rates = st.floats(0.05, 5)
 
 
 @settings(max_examples=100)
-@given(delta=st.floats(-2, 2), t=st.floats(0, 3), v0=st.floats(-3, 3), z0=st.floats(-3, 3), eta_w=rates, eta_z=rates)
-def test_linear_attention_is_a_matrix_exponential(*, delta, t, v0, z0, eta_w, eta_z):
-    v, z = expm(delta * t * np.array([[0, eta_w], [eta_z, 0]])) @ [v0, z0]
-    scale = 1e-12 * np.exp(np.sqrt(eta_w * eta_z) * abs(delta) * t) * (1 + abs(v0) + abs(z0)) * 10
-    assert abs(growth.linear_attention(delta, t, v0, z0, eta_w=eta_w, eta_z=eta_z) - v) <= scale
-    assert abs(growth.linear_attention(delta, t, z0, v0, eta_w=eta_z, eta_z=eta_w) - z) <= scale
+@given(delta=st.floats(-2, 2), t=st.floats(0, 3), v0=st.floats(-3, 3), z0=st.floats(-3, 3), rate_w=rates, rate_z=rates)
+def test_linear_attention_is_a_matrix_exponential(*, delta, t, v0, z0, rate_w, rate_z):
+    v, z = expm(delta * t * np.array([[0, rate_w], [rate_z, 0]])) @ [v0, z0]
+    scale = 1e-12 * np.exp(np.sqrt(rate_w * rate_z) * abs(delta) * t) * (1 + abs(v0) + abs(z0)) * 10
+    assert abs(growth.linear_attention(delta, t, v0, z0, rate_w=rate_w, rate_z=rate_z) - v) <= scale
+    assert abs(growth.linear_attention(delta, t, z0, v0, rate_w=rate_z, rate_z=rate_w) - z) <= scale
 
 
 def test_linear_attention_decays_and_overflows_without_a_warning():
@@ -432,21 +432,21 @@ def test_scalars_give_arrays_without_axes(solve):
     [
         (lambda: growth.linear(np.nan, 1.0), "delta", "NaN"),
         (lambda: growth.linear([], 1.0), "delta", "non-empty"),
-        (lambda: growth.linear(1.0, -1.0), "t", "at least 0"),
-        (lambda: growth.linear(1.0, np.inf), "t", "finite"),
+        (lambda: growth.linear(1.0, -1.0), "times", "at least 0"),
+        (lambda: growth.linear(1.0, np.inf), "times", "finite"),
         (lambda: growth.linear([1.0, 2.0], 1.0, [1.0, 2.0, 3.0]), "delta", "broadcast"),
         (lambda: growth.linear(1.0, 1.0, kappa=0.0), "kappa", "positive"),
-        (lambda: growth.linear(1.0, 1.0, eta_w=-1.0), "eta_w", "above 0"),
+        (lambda: growth.linear(1.0, 1.0, rate_w=-1.0), "rate_w", "above 0"),
         (lambda: growth.linear(1.0, 1.0, 30.0, kappa=2.0), "v0", "√kappa"),
         (lambda: growth.blow_up_time("x"), "delta", "real numbers"),
         (lambda: growth.linear_limit([np.inf, 1.0]), "delta", "finite"),
-        (lambda: growth.linear_attention(1.0, 1.0, eta_z=0.0), "eta_z", "positive"),
+        (lambda: growth.linear_attention(1.0, 1.0, rate_z=0.0), "rate_z", "positive"),
         (lambda: growth.nonlinear(38.0, 1.0), "mu", "in [-37, 37]"),
         (lambda: growth.nonlinear(1.0, 1.0, -38.0), "v0", "in [-37, 37]"),
-        (lambda: growth.nonlinear(1.0, [0.0, -1e-9]), "t", "at least 0"),
+        (lambda: growth.nonlinear(1.0, [0.0, -1e-9]), "times", "at least 0"),
         (lambda: growth.nonlinear([1.0, 2.0], 1.0, [1.0, 2.0, 3.0]), "mu", "broadcast"),
         (lambda: growth.nonlinear([], 1.0), "mu", "non-empty"),
-        (lambda: growth.nonlinear(1.0, []), "t", "non-empty"),
+        (lambda: growth.nonlinear(1.0, []), "times", "non-empty"),
         (lambda: growth.nonlinear_log_gap([1.0, 0.0], 1.0), "mu", "zeros"),
         (lambda: growth.convergence_ratio([1.0, 2.0], [1.0, 2.0, 3.0]), "mu_j", "broadcast"),
         (lambda: growth.softmax_nonlinear([1.0, 2.0], 1.0, temperature=0.0), "temperature", "positive"),

@@ -92,7 +92,7 @@ class Block:
         return w, z, bias, b.detach().mean(0).numpy(), pull.detach().numpy()
 
 
-def sgd(block, *, rate_v, rate_z, steps, rate_bias=0.1, batch=None, generator=None):
+def sgd(block, *, rate_w, rate_z, steps, rate_bias=0.1, batch=None, generator=None):
     """Train and record; `batch` draws a minibatch at each step."""
     record = {"v": [block.v], "z": [block.z.detach().numpy().copy()], "b_bar": [], "pull": []}
     for _ in range(steps):
@@ -101,7 +101,7 @@ def sgd(block, *, rate_v, rate_z, steps, rate_bias=0.1, batch=None, generator=No
             samples = torch.randint(len(block.x), (batch,), generator=generator)
         w, z, bias, b_bar, pull = block.descend(samples)
         with torch.no_grad():
-            block.w += rate_v * w
+            block.w += rate_w * w
             block.z += rate_z * z
             block.bias += rate_bias * bias
         record["b_bar"].append(b_bar)
@@ -111,11 +111,11 @@ def sgd(block, *, rate_v, rate_z, steps, rate_bias=0.1, batch=None, generator=No
     return {name: np.array(values) for name, values in record.items()}
 
 
-def account(run, *, rate_v, rate_z, temperature, b_ref):
+def account(run, *, rate_w, rate_z, temperature, b_ref):
     """Return Σ_m z_m, its prediction, and the ledger."""
-    rates = {"rate_v": rate_v, "rate_z": rate_z, "temperature": temperature, "b_ref": b_ref}
+    rates = {"rate_w": rate_w, "rate_z": rate_z, "temperature": temperature, "b_ref": b_ref}
     book = ledger(run["v"], run["b_bar"], run["pull"], **rates)
-    common = {"kappa": rate_z / rate_v, "temperature": temperature, "b_ref": b_ref}
+    common = {"kappa": rate_z / rate_w, "temperature": temperature, "b_ref": b_ref}
     return run["z"].sum(1), predict("softmax", run["v"], run["v"][0], run["z"][0], **common), book
 
 
@@ -133,25 +133,25 @@ problems = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("attention", ["linear", "exp"])
-@given(problem=problems, rate_v=st.floats(0.1, 10), rate_z=st.floats(0.1, 10))
+@given(problem=problems, rate_w=st.floats(0.1, 10), rate_z=st.floats(0.1, 10))
 @settings(max_examples=40)
-def test_conserved_has_no_time_derivative(attention, problem, rate_v, rate_z):
+def test_conserved_has_no_time_derivative(attention, problem, rate_w, rate_z):
     """Both laws are quadratic at most: a central difference of any width is their derivative, to rounding."""
     block = Block.random(attention=attention, **problem)
     v, z = block.v, block.z.detach().numpy()
     w_dot, z_dot, *_ = block.descend(torch.arange(len(block.x)))
-    v_dot = (block.embedding[:, : block.x.shape[1]].T @ w_dot).numpy() * rate_v
+    v_dot = (block.embedding[:, : block.x.shape[1]].T @ w_dot).numpy() * rate_w
     z_dot = z_dot.numpy() * rate_z
     speed = max(np.abs(v_dot).max(), np.abs(z_dot).max())
     assume(speed > 1e-3)  # not every ReLU is dead
     width = 0.1 / speed
-    rates = {"rate_v": rate_v, "rate_z": rate_z}
+    rates = {"rate_w": rate_w, "rate_z": rate_z}
     ahead = conserved(attention, v + width * v_dot, z + width * z_dot, **rates)
     behind = conserved(attention, v - width * v_dot, z - width * z_dot, **rates)
-    terms = ((v**2).sum(1) + 1) / rate_v + ((z**2).sum(0) + 1) / rate_z
+    terms = ((v**2).sum(1) + 1) / rate_w + ((z**2).sum(0) + 1) / rate_z
     assert (np.abs(ahead - behind) <= 1e-14 * terms).all()
-    wrong = conserved(attention, v + width * v_dot, z + width * z_dot, rate_v=rate_v, rate_z=2 * rate_z)
-    base = conserved(attention, v - width * v_dot, z - width * z_dot, rate_v=rate_v, rate_z=2 * rate_z)
+    wrong = conserved(attention, v + width * v_dot, z + width * z_dot, rate_w=rate_w, rate_z=2 * rate_z)
+    base = conserved(attention, v - width * v_dot, z - width * z_dot, rate_w=rate_w, rate_z=2 * rate_z)
     assert np.abs(wrong - base).max() > 1e-6 * terms.max()  # the rates matter
 
 
@@ -161,8 +161,8 @@ def test_prediction_is_what_keeps_the_conserved_quantity(attention):
     v, v0, z0 = rng.normal(size=(7, 5, 4)), rng.normal(size=(5, 4)), rng.normal(size=(3, 5))
     total = predict(attention, v, v0, z0, kappa=2.5)
     one_query = total[:, None, :] if attention == "exp" else np.sqrt(total.clip(0))[:, None, :]
-    kept = conserved(attention, v, one_query, rate_v=0.4, rate_z=1.0)
-    start = conserved(attention, v0, z0, rate_v=0.4, rate_z=1.0)
+    kept = conserved(attention, v, one_query, rate_w=0.4, rate_z=1.0)
+    start = conserved(attention, v0, z0, rate_w=0.4, rate_z=1.0)
     real_root = total > 0
     assert real_root.sum() > 20
     assert np.abs(kept - start)[real_root].max() < 1e-13 * np.abs(v).max() ** 2 * 40
@@ -173,7 +173,7 @@ def test_prediction_is_what_keeps_the_conserved_quantity(attention):
 def test_ledger_is_exact_along_sgd_of_any_step_size(problem, log_rate, kappa, temperature):
     assume(problem["loss"] != "squared error" or log_rate < -1)  # it diverges at large steps
     block = Block.random(attention="softmax", temperature=temperature, **problem)
-    rates = {"rate_v": 10**log_rate, "rate_z": kappa * 10**log_rate}
+    rates = {"rate_w": 10**log_rate, "rate_z": kappa * 10**log_rate}
     b_ref = reference(block.x.numpy())
     run = sgd(block, steps=30, **rates)
     total, predicted, book = account(run, temperature=temperature, b_ref=b_ref, **rates)
@@ -186,7 +186,7 @@ def test_ledger_is_exact_along_sgd_of_any_step_size(problem, log_rate, kappa, te
 @pytest.mark.parametrize("queries", [1, 3])
 def test_ledger_holds_for_minibatches_and_any_reference(queries):
     block = Block.random(5, "softmax", "gelu", "cross entropy", queries=queries, temperature=0.5)
-    rates = {"rate_v": 0.3, "rate_z": 0.8}
+    rates = {"rate_w": 0.3, "rate_z": 0.8}
     run = sgd(block, steps=50, batch=3, generator=torch.Generator().manual_seed(1), **rates)
     for b_ref in (np.full(5, 0.2), np.array([1.0, 0, 0, 0, 0]), reference(block.x.numpy())):
         total, predicted, book = account(run, temperature=0.5, b_ref=b_ref, **rates)
@@ -195,7 +195,7 @@ def test_ledger_holds_for_minibatches_and_any_reference(queries):
 
 def test_each_term_of_the_ledger_is_needed():
     block = Block.random(2, "softmax", "tanh", "cross entropy", temperature=0.5)
-    rates = {"rate_v": 1.0, "rate_z": 1.0}
+    rates = {"rate_w": 1.0, "rate_z": 1.0}
     run = sgd(block, steps=40, **rates)
     total, predicted, book = account(run, temperature=0.5, b_ref=reference(block.x.numpy()), **rates)
     for left_out in (book.drift, book.gap, book.step):
@@ -206,7 +206,7 @@ def test_each_term_of_the_ledger_is_needed():
 @settings(max_examples=20)
 def test_softmax_keeps_the_sum_over_tokens_for_each_query(seed, rate):
     block = Block.random(seed, "softmax", "gelu", "squared error", temperature=0.7)
-    run = sgd(block, rate_v=rate, rate_z=rate, steps=3)
+    run = sgd(block, rate_w=rate, rate_z=rate, steps=3)
     kept = conserved("softmax", run["v"], run["z"])
     assert kept.shape == (4, 3)
     assert np.abs(kept - kept[0]).max() <= 1e-13 * (1 + np.abs(run["z"]).max())
@@ -214,7 +214,7 @@ def test_softmax_keeps_the_sum_over_tokens_for_each_query(seed, rate):
 
 def test_only_the_sum_over_queries_is_predicted():
     block = Block.random(3, "exp", "gelu", "cross entropy")
-    run = sgd(block, rate_v=0.002, rate_z=0.002, steps=1500)
+    run = sgd(block, rate_w=0.002, rate_z=0.002, steps=1500)
     total = run["z"].sum(1)
     predicted = predict("exp", run["v"], run["v"][0], run["z"][0])
     assert relative_error(total, predicted, total[0])[-1] < 3e-3  # what finite steps cost
@@ -226,7 +226,7 @@ def test_leading_axes_broadcast():
     rng = np.random.default_rng(0)
     v, z0, b_ref = rng.normal(size=(6, 2, 5, 3)), rng.normal(size=(2, 4, 5)), rng.dirichlet(np.ones(5), size=2)
     b_bar, pull = rng.random((5, 2, 5)), rng.random((5, 2, 5))
-    rates = {"rate_v": 0.5, "rate_z": 0.2, "temperature": 0.7}
+    rates = {"rate_w": 0.5, "rate_z": 0.2, "temperature": 0.7}
     whole = ledger(v, b_bar, pull, b_ref=b_ref, **rates)
     both = predict("softmax", v, v[0], z0, b_ref=b_ref, temperature=0.7)
     assert both.shape == whole.drift.shape == (6, 2, 5)
@@ -261,7 +261,7 @@ def figure_2(seed, *, gaussian):
         torch.zeros(20, dtype=torch.float64, requires_grad=True),
         0.5,
     )
-    rates = {"rate_v": 0.1, "rate_z": 0.1}
+    rates = {"rate_w": 0.1, "rate_z": 0.1}
     run = sgd(block, steps=2000, rate_bias=0.0, **rates)
     total, predicted, book = account(run, temperature=0.5, b_ref=reference(x), **rates)
     without_step = relative_error(total, predicted - book.drift - book.gap, total[0])[-1]
@@ -324,7 +324,7 @@ def test_reference_is_the_normalised_mean():
 # Bad input
 
 V, Z = np.ones((5, 4)), np.ones((3, 5))
-LEDGER = {"rate_v": 1.0, "rate_z": 1.0, "temperature": 1.0, "b_ref": np.full(5, 0.2)}
+LEDGER = {"rate_w": 1.0, "rate_z": 1.0, "temperature": 1.0, "b_ref": np.full(5, 0.2)}
 PATH, STEPS = np.ones((3, 5, 4)), np.ones((2, 5))
 
 
@@ -343,7 +343,7 @@ PATH, STEPS = np.ones((3, 5, 4)), np.ones((2, 5))
         (lambda: predict("softmax", V, V, Z, b_ref=np.full(5, 0.3)), "`b_ref` must sum to 1"),
         (lambda: predict("softmax", V, V, Z, b_ref=np.full(4, 0.25)), "`b_ref` must be of 5 tokens"),
         (lambda: predict("softmax", V, V, Z, b_ref=np.full(5, 0.2), temperature=0), "`temperature` must be above 0"),
-        (lambda: conserved("exp", V, Z, rate_v=0.0), "`rate_v` must be above 0"),
+        (lambda: conserved("exp", V, Z, rate_w=0.0), "`rate_w` must be above 0"),
         (lambda: conserved("exp", V, Z, rate_z=np.inf), "`rate_z` must be finite"),
         (lambda: ledger(V, STEPS, STEPS, **LEDGER), "`v` must be of axes .step . 1"),
         (lambda: ledger(PATH, np.ones((3, 5)), STEPS, **LEDGER), "`b_bar` must be of shape .2, 5."),

@@ -1,10 +1,10 @@
 """Theorem 1: what the block's attention logits z and lower weights v keep constant while they are trained.
 
-With v[token, hidden] the context rows of the lower layer, z[query, token] the logits, η_v and η_z their rates and
-κ = η_z/η_v, gradient flow keeps constant, for each contextual token,
+With v[token, hidden] the context rows of the lower layer, z[query, token] the logits, η_w and η_z their rates and
+κ = η_z/η_w, gradient flow keeps constant, for each contextual token,
 
-    linear:   Σ_m z_m²/η_z − Σ_k v_k²/η_v
-    exp:      Σ_m z_m/η_z − Σ_k v_k²/(2η_v)
+    linear:   Σ_m z_m²/η_z − Σ_k v_k²/η_w
+    exp:      Σ_m z_m/η_z − Σ_k v_k²/(2η_w)
 
 whatever the data, loss, activation, width and hidden biases. Softmax attention keeps Σ_l z_ml for each query m, and
 Z = Σ_m z_m obeys a law with a remainder, the `Ledger`:
@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, broadcast, choice, probabilities, real, scalar
+from joma.arguments import InputError, aligned, broadcast, choice, probabilities, real, scalar
 
 Weights = Float[np.ndarray, "*lead token hidden"]
 Tokens = Float[np.ndarray, "*lead token"]
@@ -33,7 +33,7 @@ Sums = Float[np.ndarray, "step+1 *rest"]
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionLaw:
     """One attention: b(z, x), the transposed Jacobian that carries a gradient y = ∂/∂b back to z, and its law.
 
     The law is d/dt Σ_m z_m^power = (power/2)(κ/T) d/dt Σ_k v_k², less softmax's normalisation where `normalised`.
@@ -72,10 +72,10 @@ def _softmax_back(y: Tokens, b: Tokens, _x: Tokens, temperature: float) -> Token
     return b * (y - (b * y).sum(axis=-1, keepdims=True)) / temperature
 
 
-ATTENTIONS: dict[str, Attention] = {
-    "linear": Attention("linear", 2, False, _linear, _linear_back),
-    "exp": Attention("exp", 1, False, _exp, _exp_back),
-    "softmax": Attention("softmax", 1, True, _softmax, _softmax_back),
+ATTENTIONS: dict[str, AttentionLaw] = {
+    "linear": AttentionLaw("linear", 2, False, _linear, _linear_back),
+    "exp": AttentionLaw("exp", 1, False, _exp, _exp_back),
+    "softmax": AttentionLaw("softmax", 1, True, _softmax, _softmax_back),
 }
 
 
@@ -120,7 +120,7 @@ def predict(
         v: weights now, [..., token, hidden], context rows only.
         v0: weights at the start, of the same last two axes.
         z0: logits at the start, [..., query, token].
-        kappa: η_z/η_v, the ratio of the two rates.
+        kappa: η_z/η_w, the ratio of the two rates.
         temperature: T of softmax; the others have none.
         b_ref: softmax's fixed reference [..., token], summing to 1: see `reference`. The others need none.
 
@@ -146,18 +146,18 @@ def predict(
     return total + 0.5 * kind.power * kappa * growth
 
 
-def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_v: float = 1.0, rate_z: float = 1.0) -> np.ndarray:
+def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_w: float = 1.0, rate_z: float = 1.0) -> np.ndarray:
     """Return the quantity that the flow keeps constant (Theorem 1), for any number of queries and unequal rates.
 
-        linear:   Σ_m z_m²/η_z − Σ_k v_k²/η_v        for each token
-        exp:      Σ_m z_m/η_z − Σ_k v_k²/(2η_v)      for each token
+        linear:   Σ_m z_m²/η_z − Σ_k v_k²/η_w        for each token
+        exp:      Σ_m z_m/η_z − Σ_k v_k²/(2η_w)      for each token
         softmax:  Σ_l z_ml                           for each query
 
     Args:
         attention: a name of `ATTENTIONS`.
         v: weights, [..., token, hidden], context rows only.
         z: logits, [..., query, token].
-        rate_v: η_v, the rate of the weights.
+        rate_w: η_w, the rate of the weights.
         rate_z: η_z, the rate of the logits.
 
     Returns:
@@ -169,12 +169,12 @@ def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_v: float = 1.0
     kind = choice("attention", attention, ATTENTIONS)
     weights, logits = _weights("v", v), _logits("z", z)
     _same_tokens("z", logits, weights)
-    rate_v, rate_z = scalar("rate_v", rate_v, above=0.0), scalar("rate_z", rate_z, above=0.0)
+    rate_w, rate_z = scalar("rate_w", rate_w, above=0.0), scalar("rate_z", rate_z, above=0.0)
     if kind.normalised:
         return logits.sum(axis=-1)
     total, squares = (logits**kind.power).sum(axis=-2), (weights**2).sum(axis=-1)
     broadcast(z=total, v=squares)
-    return total / rate_z - 0.5 * kind.power * squares / rate_v
+    return total / rate_z - 0.5 * kind.power * squares / rate_w
 
 
 def ledger(
@@ -182,25 +182,25 @@ def ledger(
     b_bar: ArrayLike,
     pull: ArrayLike,
     *,
-    rate_v: float,
-    rate_z: float,
-    temperature: float,
     b_ref: ArrayLike,
+    rate_w: float = 1.0,
+    rate_z: float = 1.0,
+    temperature: float = 1.0,
 ) -> Ledger:
     """Account for softmax's prediction along plain SGD of any step size, exactly (Theorem 1).
 
         drift = (κ/T) Σ_s (b̄ − b_ref) Σ_k ⟨v_k, Δv_k⟩
-        gap   = (η_z/T) Σ_s (pull − b̄ Σ_k ⟨v_k, Δv_k⟩/η_v)
+        gap   = (η_z/T) Σ_s (pull − b̄ Σ_k ⟨v_k, Δv_k⟩/η_w)
         step  = (κ/2T) Σ_s [Σ_k Δv_k² − b_ref Σ_k ‖Δv_k‖²]
 
-    `predict(...) − drift − gap − step` is Σ_m z_m to rounding, because Δv_k = η_v E[g_k h'_k b] in one step. What a
+    `predict(...) − drift − gap − step` is Σ_m z_m to rounding, because Δv_k = η_w E[g_k h'_k b] in one step. What a
     step records must be of the minibatch that made the step. E is over all its samples, whatever their query.
 
     Args:
         v: weights before every step and after the last, [step + 1, ..., token, hidden].
         b_bar: E[b] at each step, [step, ..., token].
         pull: E[b (b · Σ_k g_k h'_k v_k)] at each step, [step, ..., token]; the inner sum is −∂loss/∂b.
-        rate_v: η_v, learning rate of the weights.
+        rate_w: η_w, learning rate of the weights.
         rate_z: η_z, learning rate of the logits.
         temperature: softmax's T.
         b_ref: the fixed reference, [..., token].
@@ -209,7 +209,7 @@ def ledger(
         A `Ledger` of arrays [step + 1, ..., token], zero at first.
 
     >>> book = ledger(v=[[[0.0], [0.0]], [[1.0], [3.0]]], b_bar=[[0.5, 0.5]], pull=[[0.0, 0.0]],
-    ...               rate_v=1.0, rate_z=1.0, temperature=1.0, b_ref=[0.5, 0.5])
+    ...               rate_w=1.0, rate_z=1.0, temperature=1.0, b_ref=[0.5, 0.5])
     >>> book.step[-1]
     array([-2.,  2.])
     """
@@ -217,13 +217,13 @@ def ledger(
     if path.ndim < 3 or path.shape[0] < 2:
         raise InputError("v", "of axes [step + 1, ..., token, hidden]", path.shape, "record every step and the end")
     mean, pulled = _along("b_bar", b_bar, path), _along("pull", pull, path)
-    rates = {"rate_v": rate_v, "rate_z": rate_z, "temperature": temperature}
+    rates = {"rate_w": rate_w, "rate_z": rate_z, "temperature": temperature}
     rates = {name: scalar(name, rate, above=0.0) for name, rate in rates.items()}
     fixed = _reference("b_ref", b_ref, path)
     moved = np.diff(path, axis=0)
     drift, gap = ledger_rates(path[:-1], moved, mean, pulled, b_ref=fixed, **rates)
     squares = (moved**2).sum(axis=-1)
-    scale = 0.5 * rates["rate_z"] / (rates["rate_v"] * rates["temperature"])
+    scale = 0.5 * rates["rate_z"] / (rates["rate_w"] * rates["temperature"])
     step = scale * (squares - fixed * squares.sum(axis=-1, keepdims=True))
     return Ledger(*(_running_sum(term) for term in (drift, gap, step)))
 
@@ -240,7 +240,7 @@ def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1
         attention: linear or exp.
         v: weights before every step and after the last, [step + 1, ..., token, hidden].
         z: logits likewise, [step + 1, ..., query, token].
-        kappa: η_z/η_v.
+        kappa: η_z/η_w.
 
     Returns:
         The running sums, [step + 1, ..., token], zero at first.
@@ -248,7 +248,7 @@ def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1
     >>> finite_steps("exp", v=[[[0.0]], [[1.0]], [[3.0]]], z=[[[0.0]], [[0.0]], [[1.0]]])[:, 0]
     array([0. , 0.5, 2.5])
     """
-    kind = choice("attention", attention, {name: own for name, own in ATTENTIONS.items() if not own.normalised})
+    kind = choice("attention", attention, {name: law for name, law in ATTENTIONS.items() if not law.normalised})
     path, logits = _weights("v", v), _logits("z", z)
     _same_tokens("z", logits, path)
     if path.shape[0] != logits.shape[0]:
@@ -265,7 +265,7 @@ def ledger_rates(
     b_bar: Tokens,
     pull: Tokens,
     *,
-    rate_v: float,
+    rate_w: float,
     rate_z: float,
     temperature: float,
     b_ref: Reference,
@@ -273,17 +273,17 @@ def ledger_rates(
     """Return d(drift)/dt and d(gap)/dt of the softmax ledger (Theorem 1).
 
         drift' = (κ/2T)(b̄ − b_ref) dS/dt,  S = Σ_k ‖v_k‖²,  dS/dt = 2 Σ_k ⟨v_k, v̇_k⟩
-        gap'   = (η_z/T)(pull − b̄ Σ_k ⟨v_k, v̇_k⟩/η_v)
+        gap'   = (η_z/T)(pull − b̄ Σ_k ⟨v_k, v̇_k⟩/η_w)
 
     The flow integrates them. SGD sums them, with Δv for v̇. Arguments as in `ledger`, unchecked.
 
     >>> one = np.ones((1, 1))
-    >>> ledger_rates(one, one, one[0], one[0], rate_v=2.0, rate_z=1.0, temperature=1.0, b_ref=0 * one[0])
+    >>> ledger_rates(one, one, one[0], one[0], rate_w=2.0, rate_z=1.0, temperature=1.0, b_ref=0 * one[0])
     (array([0.5]), array([0.5]))
     """
     radial = (v * v_dot).sum(axis=(-2, -1))[..., None]
-    drift = rate_z / (rate_v * temperature) * (b_bar - b_ref) * radial
-    gap = rate_z / temperature * (pull - b_bar * radial / rate_v)
+    drift = rate_z / (rate_w * temperature) * (b_bar - b_ref) * radial
+    gap = rate_z / temperature * (pull - b_bar * radial / rate_w)
     return drift, gap
 
 
@@ -310,13 +310,13 @@ def reference(x: ArrayLike, weight: ArrayLike | None = None) -> np.ndarray:
 def folded_gain(v: ArrayLike, v0: ArrayLike, z0: ArrayLike, *, kappa: float = 1.0) -> np.ndarray:
     """Return the factor that attention folded into the MLP puts on each token (exp attention, one query).
 
-        exp(z) = exp(z0 + (κ/2)(Σ_k v_k² − Σ_k v0_k²)),    so that    v̇ = η_v E[g h' x] ∘ exp(z)
+        exp(z) = exp(z0 + (κ/2)(Σ_k v_k² − Σ_k v0_k²)),    so that    v̇ = η_w E[g h' x] ∘ exp(z)
 
     Args:
         v: weights now, [..., token, hidden].
         v0: weights at the start.
         z0: logits of the one query at the start, [..., 1, token].
-        kappa: η_z/η_v.
+        kappa: η_z/η_w.
 
     Returns:
         An array [..., token].
@@ -348,7 +348,7 @@ def correlation(z: ArrayLike, z_hat: ArrayLike) -> np.ndarray:
     >>> correlation([1.0, 2.0], [10.0, 20.0]).round(12)
     np.float64(1.0)
     """
-    measured, predicted = _over_tokens(z=z, z_hat=z_hat)
+    measured, predicted = aligned(z=z, z_hat=z_hat)
     cosine = (_unit(measured) * _unit(predicted)).sum(axis=-1)
     return np.asarray(np.clip(cosine, -1.0, 1.0))
 
@@ -371,7 +371,7 @@ def relative_error(z: ArrayLike, z_hat: ArrayLike, z0: ArrayLike) -> np.ndarray:
     >>> relative_error([1.0, 2.0], [1.0, 3.0], [0.0, 2.0])
     array(1.)
     """
-    measured, predicted, start = _over_tokens(z=z, z_hat=z_hat, z0=z0)
+    measured, predicted, start = aligned(z=z, z_hat=z_hat, z0=z0)
     error, moved = np.linalg.norm(measured - predicted, axis=-1), np.linalg.norm(measured - start, axis=-1)
     return np.divide(error, moved, out=np.where(error > 0, np.inf, 0.0), where=moved > 0)
 
@@ -411,12 +411,6 @@ def _reference(name: str, value: ArrayLike | None, weights: np.ndarray) -> np.nd
         raise InputError(name, f"of {weights.shape[-2]} tokens", f"shape {array.shape}", "match the token axis of `v`")
     broadcast(**{name: array, "v": weights[..., 0]})
     return array
-
-
-def _over_tokens(**arrays: ArrayLike) -> list[np.ndarray]:
-    checked = {name: np.atleast_1d(real(name, array)) for name, array in arrays.items()}
-    shape = broadcast(**checked)
-    return [np.broadcast_to(array, shape) for array in checked.values()]
 
 
 def _unit(z: Tokens) -> Tokens:

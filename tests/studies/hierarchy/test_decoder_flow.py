@@ -11,7 +11,7 @@ from joma.data.tokens import sequence_classes
 from joma.studies.hierarchy import decoder_flow
 from joma.studies.hierarchy.distinct_tokens import by_frequency, distinct_logits
 from joma.studies.hierarchy.growth_phases import local_exponent
-from joma.theory import flows
+from joma.theory.integration import integrate
 
 
 @pytest.mark.parametrize("outputs", [3, 64, 1000])
@@ -24,7 +24,7 @@ def test_the_decoder_alone_follows_its_closed_form(outputs):
         g = np.eye(outputs)[0] - a / a.sum()
         return np.append(g, g @ state[:outputs]) / labels
 
-    states = flows.integrate(rhs, np.zeros(outputs + 1), np.r_[0.0, times]).states[1:]
+    states = integrate(rhs, np.zeros(outputs + 1), np.r_[0.0, times]).states[1:]
     u = times / labels
     margin = decoder_flow.decoder_margin(u, outputs)
     np.testing.assert_allclose(margin, states[:, 0] - states[:, 1], rtol=1e-8)

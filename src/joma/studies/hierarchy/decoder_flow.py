@@ -8,7 +8,7 @@ from jaxtyping import Float
 from scipy.special import softmax, wrightomega
 
 from joma.data.tokens import SequenceClasses
-from joma.theory import flows
+from joma.theory.integration import Solver, integrate
 
 
 def logit_flow(
@@ -39,7 +39,7 @@ def logit_flow(
         np.add.at(z_dot, query, f * (y - f * (f * y).sum(axis=1, keepdims=True)))
         return np.concatenate([rate_w * f.T @ g, rate_z * z_dot.T], axis=1)
 
-    path = flows.integrate(rhs, np.zeros((x.shape[1], outputs + queries)), times, rtol=1e-7, atol=1e-9)
+    path = integrate(rhs, np.zeros((x.shape[1], outputs + queries)), times, Solver(rtol=1e-7, atol=1e-9))
     return np.moveaxis(path.states[:, :, outputs:], 1, 2)
 
 

@@ -13,9 +13,9 @@ from joma.arguments import InputError, choice, positive, real, whole
 from joma.report.figure import canvas, letters, measured, theory
 from joma.studies.theorems import flow_comparison
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
-from joma.theory import flows
 from joma.theory.activations import ACTIVATIONS
 from joma.theory.critical import CriticalPoints, critical_points
+from joma.theory.integration import Solver, integrate
 from joma.theory.mixture import FLOWS, Unit, theta, velocity
 
 KINDS = ("stable", "saddle", "unstable", "degenerate")
@@ -177,7 +177,7 @@ def _follow(config: Config, generator: np.random.Generator) -> tuple[np.ndarray,
         return np.concatenate([drive - along * e, along], axis=-1)
 
     begin = np.concatenate([start, np.zeros((config.runs, 1))], axis=-1)
-    end = flows.integrate(rhs, begin, [config.clock], method="LSODA", rtol=1e-5, atol=1e-7).states[-1]
+    end = integrate(rhs, begin, [config.clock], Solver("LSODA", rtol=1e-5, atol=1e-7)).states[-1]
     grew = end[:, -1] >= np.log(GROWTH)
     firing = theta("relu", end[:, :-1] @ centres.T, 1.0, config.sigma)[0]  # P[φ' = 1] in each component
     return grew, ~grew & ((end[:, -1] <= -np.log(GROWTH)) | (firing < 1 / GROWTH).all(-1))

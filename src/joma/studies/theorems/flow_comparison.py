@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,10 @@ from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.theory import flows, growth
 from joma.theory.activations import ACTIVATIONS
+from joma.theory.block_flow import Architecture, BlockFlow, Training, block
 from joma.theory.critical import critical_points
+from joma.theory.integration import Solver, integrate
+from joma.theory.losses import constant
 from joma.theory.mixture import Unit, fixed_centre, velocity
 
 # The approximations: Theorem 1, Theorem 3, and Theorem 4 with its centre fixed at the start or at a stable point.
@@ -80,20 +83,19 @@ class _FullFlow:
     unit: Unit
     x: Float[np.ndarray, "component sample token"]
 
-    def block(self) -> tuple[flows.BlockFlow, np.ndarray, np.ndarray]:
+    def block(self) -> tuple[BlockFlow, np.ndarray, np.ndarray]:
         """Return the block's flow on the contexts, and the start w0 and z0 that Theorem 4 assumes: z = v²/2."""
         components, samples, tokens = self.x.shape
         size = np.abs(self.unit.weights)
         sign, share = np.sign(self.unit.weights), size / size.sum()
-        flow = flows.block(
+        flow = block(
             "exp",
             self.activation,
-            flows.constant(np.repeat(sign * size.sum(), samples)[:, None]),
+            constant(np.repeat(sign * size.sum(), samples)[:, None]),
             self.x.reshape(components * samples, tokens),
             weight=np.repeat(share / samples, samples),
-            residual=False,
-            weight_decay=self.decay,
-            width=1e-2,
+            training=Training(weight_decay=self.decay),
+            architecture=Architecture(residual=False, kink_width=1e-2),
         )
         w0 = np.append(np.full(tokens, START), 0.0)[:, None]  # 0 for the query: without `residual` it plays no part
         return flow, w0, np.full((1, tokens), START**2 / 2)
@@ -105,7 +107,7 @@ class _FullFlow:
             return velocity(self.unit, v) * np.exp(v**2 / 2) - self.decay * v
 
         start = np.full(self.x.shape[-1], START)
-        return flows.integrate(rhs, start, times, method="LSODA", rtol=1e-7, atol=1e-9, bound=BLOW_UP).states
+        return integrate(rhs, start, times, Solver("LSODA", rtol=1e-7, atol=1e-9, bound=BLOW_UP)).states
 
     def stable_point(self, starts: int, generator: np.random.Generator) -> tuple[float, Float[np.ndarray, " token"]]:
         """Return rate and centre μ of the best stable point of the decayed flow, or of unit norm without decay."""
@@ -148,8 +150,9 @@ def _solve(config: FlowConfig, full: _FullFlow, generator: np.random.Generator) 
     """Solve one full flow and its approximations."""
     times = np.linspace(0, config.horizon, config.times)
     flow, w0, z0 = full.block()
-    coupled = flow.solve(times, w0, z0, rtol=1e-7, atol=1e-9, bound=BLOW_UP**2 / 2)  # its logits, v²/2, are states
-    folded = flow.solve_folded(times, w0, z0, rtol=1e-7, atol=1e-9, bound=BLOW_UP)
+    solver = Solver(rtol=1e-7, atol=1e-9, bound=BLOW_UP)
+    coupled = flow.solve(times, w0, z0, solver=replace(solver, bound=BLOW_UP**2 / 2))  # its logits, v²/2, are states
+    folded = flow.solve_folded(times, w0, z0, solver=solver)
     rate, centre = full.stable_point(config.starts, generator)
     start = np.full(len(centre), START)
     start_rate, start_centre = fixed_centre(full.unit, start, flow=full.name, decay=full.decay)
@@ -160,7 +163,7 @@ def _solve(config: FlowConfig, full: _FullFlow, generator: np.random.Generator) 
         "reduced at the start": np.zeros((0, len(centre))),
     }
     if np.isfinite(start_centre).all():  # integrated, as it can lie too far away for the closed form
-        reduced = flows.nonlinear(start_centre, float(start_rate) * times, start, method="LSODA", rtol=1e-8)
+        reduced = flows.nonlinear(start_centre, float(start_rate) * times, start, solver=Solver("LSODA", rtol=1e-8))
         ladder["reduced at the start"] = reduced.states
     entropy = shannon_entropy(torch.from_numpy(coupled.z[:, 0]).softmax(-1)).numpy()
     return xr.Dataset(

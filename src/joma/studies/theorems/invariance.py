@@ -241,7 +241,7 @@ def _predict(config: Config, attention: str, path: xr.Dataset, x: np.ndarray) ->
     if attention != "softmax":
         zero = np.zeros_like(predicted)
         return predicted, invariants.Ledger(zero, zero, invariants.finite_steps(attention, v, z, kappa=config.kappa))
-    b_bar, pull, rates = path.b_bar.values[:-1], path.pull.values[:-1], {"rate_v": config.rate, "rate_z": config.rate_z}
+    b_bar, pull, rates = path.b_bar.values[:-1], path.pull.values[:-1], {"rate_w": config.rate, "rate_z": config.rate_z}
     return predicted, invariants.ledger(v, b_bar, pull, temperature=temperature, b_ref=b_ref, **rates)
 
 
