@@ -18,7 +18,8 @@ from joma.watch import loading
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setattr(studies, "MODULES", {"toy": "toy_study"})
+    monkeypatch.setattr(catalogue, "STUDIES", {"toy": "toy_study"})
+    monkeypatch.setattr(studies, "STUDIES", {"toy": "toy_study"}, raising=False)
     monkeypatch.setenv("COLUMNS", "120")
 
 

@@ -35,15 +35,15 @@ def test_a_stored_run_comes_to_what_its_page_says(path):
     judged = [claim.judge(run, read_config(path)["preset"]) for claim in study.claims]
     _, *said = [line for line in section(study).splitlines() if line.startswith("| ")]
     assert said == [row(record) for record in judged]
-    assert said == [row(record) for record in stored["claims"]]
-    assert [record["statement"] for record in stored["claims"]] == [claim.statement for claim in study.claims]
+    assert said == [row(record) for record in stored.claims]
+    assert [record["statement"] for record in stored.claims] == [claim.statement for claim in study.claims]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
 def test_a_page_names_the_run_its_figure_and_its_cost(path):
     study, seeds = load(path.parent.name), len(read_config(path)["seeds"])
     page = " ".join(section(study).split())
-    cost = f"{seeds} seed{'s' * (seeds > 1)}, {read_claims(path)['wall_time_s']:.0f} s"
+    cost = f"{seeds} seed{'s' * (seeds > 1)}, {read_claims(path).wall_time:.0f} s"
     assert f"{cost}; stored in `{path.relative_to(STORED)}`." in page
     assert f"![{study.name}]({study.name}.png)" in page
     assert (STORED / f"{study.name}.png").is_file()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from joma import open_run
 from joma.files import StorageError
-from joma.runs import TRAJECTORY, Run, find_runs, provenance, read_claims, write_trajectory
+from joma.runs import TRAJECTORY, Description, Run, StoredClaims, find_runs, provenance, read_claims, write_trajectory
 
 
 def a_run(out, seeds=(0, 1), **config):
@@ -27,7 +27,7 @@ def finished(out):
     run = a_run(out)
     run.begin("quick")
     run.save(a_trajectory(), device="cpu", wall_time=1.0)
-    run.finish([{"name": "x"}], wall_time=1.5)
+    run.finish(StoredClaims([{"name": "x"}], Description("A line", "Euclid", "Lines.", ["1-line"]), 1.5))
     return run
 
 
@@ -49,7 +49,9 @@ def test_what_is_saved_comes_back_labelled_and_stamped(tmp_path):
     assert set(provenance()) <= set(dataset.attrs)
     assert all(isinstance(value, str) for value in dataset.attrs.values())
     assert find_runs(tmp_path) == [run.path]
-    assert read_claims(run.path)["claims"] == [{"name": "x"}]
+    assert read_claims(run.path) == StoredClaims(
+        [{"name": "x"}], Description("A line", "Euclid", "Lines.", ["1-line"]), 1.5
+    )
     xr.testing.assert_identical(open_run(run.path / TRAJECTORY), dataset)
 
 
@@ -121,7 +123,7 @@ def test_a_folder_of_another_run_is_refused_and_kept(tmp_path):
     run = finished(tmp_path)
     file = run.path / "config.json"
     file.write_text(file.read_text().replace('"version": 1', '"version": 7'))
-    with pytest.raises(StorageError, match=r"holds another run \(study 'study', version 7\)"), run.hold():
+    with pytest.raises(StorageError, match=r"holds another run \(study 'study', version 7\)"), run.locked():
         pass
     assert '"version": 7' in file.read_text()
 

@@ -4,13 +4,13 @@ import sys
 
 
 def run() -> int:
-    """Run the command line; Ctrl-C while it is still being loaded is one line too."""
+    """Run the command line; Ctrl-C while it is still loading prints one line too."""
     try:
         from joma.cli import main
 
         return main()
     except KeyboardInterrupt:
-        sys.stderr.write("joma: interrupted before anything was begun.\n")
+        sys.stderr.write("joma: interrupted before anything began.\n")
         return 130
 
 

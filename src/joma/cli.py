@@ -1,7 +1,7 @@
-"""The command line. It only parses, calls and prints; exit codes are those of the design.
+"""The command line: it parses arguments, calls the library and prints.
 
-0: done, every tested claim holds. 1: done, a claim does not hold, or a checkpoint of a series is not what it says.
-2: bad input or environment, in one line. 3: an internal error. 130: interrupted.
+Exit codes. 0: done, every tested claim holds. 1: done, a claim does not hold, or a checkpoint of a series was left out.
+2: bad input or environment, with one line that says so. 3: an internal error. 130: interrupted.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class List:
     """Print one JSON document instead of tables."""
 
     def __call__(self) -> int:
-        from joma.studies import MODULES, load
+        from joma.studies import STUDIES, load
 
-        studies = [load(name) for name in MODULES]
+        studies = [load(name) for name in STUDIES]
         if self.json:
             emit([_listing(study) for study in studies])
             return DONE
@@ -54,44 +54,45 @@ class Run:
     studies: Positional[Annotated[tuple[str, ...], arg(metavar="STUDY")]] = ()
     """Names as in `joma list`."""
     preset: str = "quick"
-    """quick (2 cores, seconds) or paper."""
+    """quick (seconds to a minute on 2 cores) or paper (the sizes of the papers)."""
     out: Path = Path("runs")
-    """Folder that the runs are stored under."""
+    """Folder to store the runs in."""
     seeds: Annotated[int | None, arg(metavar="N")] = None
-    """Seeds 0 to N-1; the preset's own number if not given."""
+    """Run seeds 0 to N-1; the preset's number of seeds if not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models train."""
+    """Device to train models on; auto is cuda if available."""
     set: UseAppendAction[tuple[Annotated[str, arg(metavar="KEY=VALUE")], ...]] = ()
-    """Change one field of the study's config; may be repeated. A list is written 1,2,3."""
+    """Change one field of the study's config, e.g. steps=500; may be repeated. Write a list as 1,2,3."""
     json: bool = False
     """Print one JSON document instead of tables."""
 
     def __call__(self) -> int:
         from joma.progress import Bars
-        from joma.studies import MODULES, execute, load
+        from joma.studies import STUDIES, load
+        from joma.study import execute
 
-        studies = [load(name) for name in self.studies or MODULES]
-        prepared = [(study, changed(study, self.preset, self.set)) for study in studies]
-        device, bars, outcomes = chosen_device(self.device), Bars(), []
-        with bars.task("studies", total=len(prepared)) as work:
-            for study, config in prepared:
+        studies = [load(name) for name in self.studies or STUDIES]
+        runs = [(study, config_with(study, self.preset, self.set)) for study in studies]
+        device, bars, outcomes = available_device(self.device), Bars(), []
+        with bars.task("studies", total=len(runs)) as task:
+            for study, config in runs:
                 options = {"preset": self.preset, "out": self.out, "seeds": self.seeds, "device": device}
                 outcomes.append(execute(study, config=config, progress=bars, **options))
                 if not self.json:
                     show_claims(study.title, outcomes[-1])
-                work.advance()
-        return concluded(outcomes, as_json=self.json)
+                task.advance()
+        return exit_code(outcomes, as_json=self.json)
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Judge finished runs anew by the present claims and draw them again. Nothing is trained.
+    """Judge finished runs by the present claims and draw their figures again. Nothing is trained.
 
-    Exit code 2 says that a run could not be judged, such as one of another version; it is left as it is.
+    Exit code 2 means that a run could not be judged, for example one of another version. It is not changed.
     """
 
     dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
-    """Folder that runs were stored under, or that of one study or one run in it."""
+    """Folder that runs are stored in, or the folder of one study or one run in it."""
     json: bool = False
     """Print one JSON document instead of tables."""
 
@@ -99,29 +100,30 @@ class Judge:
         from joma.arguments import InputError
         from joma.files import StorageError
         from joma.runs import find_runs, read_config
-        from joma.studies import judge, load
+        from joma.studies import load
+        from joma.study import judge
 
         paths = next(filter(None, (find_runs(self.dir, depth) for depth in range(3))), [])
         if not paths:
-            remedy = "give the folder that runs were stored under, or that of one run, OUT/<study>/<hash>"
+            remedy = "give the folder that runs are stored in, or that of one run, OUT/<study>/<hash>"
             raise StorageError(f"no finished run below {self.dir}; {remedy}.")
         outcomes = []
         for path in paths:
             try:
                 study = load(read_config(path)["study"])
                 outcomes.append(judge(study, path))
-            except (StorageError, InputError) as problem:  # the others are judged all the same
-                complain(f"{path} is left as it is: {problem}")
+            except (StorageError, InputError) as problem:  # the others are judged nevertheless
+                complain(f"{path} was not changed: {problem}")
                 continue
             if not self.json:
-                show_claims(study.title, outcomes[-1], "judged anew")
-        code = concluded(outcomes, as_json=self.json)
+                show_claims(study.title, outcomes[-1], "judged again")
+        code = exit_code(outcomes, as_json=self.json)
         return code if len(outcomes) == len(paths) else BAD_INPUT
 
 
 @dataclass(frozen=True)
 class Verify:
-    """Check every theorem against an independent solution."""
+    """Check every theorem against an independent solution; takes less than a minute."""
 
     json: bool = False
     """Print one JSON document instead of a table."""
@@ -149,19 +151,19 @@ class Verify:
 class Probe:
     """Audit and measure a model or a series of checkpoints: attention entropy, stable rank, orthogonality, bounce.
 
-    Exit code 1 says that a checkpoint had to be left out or could not be measured.
+    Exit code 1 means that a checkpoint was left out or could not be measured.
     """
 
     model: Positional[Annotated[str, arg(metavar="MODEL")]]
-    """A repository of the hub, the folder of a model, or a folder of checkpoints."""
+    """A repository of the Hugging Face hub, the folder of a model, or a folder of checkpoints."""
     revisions: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
-    """Revisions or subfolders to take; all that are named by a step if not given."""
+    """Revisions or subfolders to measure; if not given, all whose names contain a step."""
     pattern: str | None = None
-    """Regular expression of the names, with a group `step`, where they are not like step1000 or checkpoint-1000."""
+    """Regular expression of the names, with a group `step`, if they are not like step1000 or checkpoint-1000."""
     text: Annotated[Path | None, arg(metavar="FILE")] = None
-    """Text that the models are run on; the beginning of the embedded corpus if not given."""
+    """Text to run the models on; the beginning of the embedded corpus if not given."""
     out: Path = Path("runs/probe")
-    """Folder for the results, in a folder of the model's name; what is measured is kept there and not read again."""
+    """Folder for the results, which go into a subfolder named after the model; measurements are kept and reused."""
     json: bool = False
     """Print one JSON document instead of tables."""
 
@@ -204,20 +206,18 @@ class Probe:
 
 @dataclass(frozen=True)
 class Report:
-    """Write one self-contained HTML file about the runs below DIR."""
+    """Write one self-contained HTML file about the runs in DIR."""
 
     dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
-    """Folder that runs were stored under."""
+    """Folder that runs are stored in."""
     json: bool = False
     """Print one JSON document instead of a line."""
 
     def __call__(self) -> int:
         from joma.report.html import write_report
-        from joma.studies import MODULES, load
+        from joma.studies import STUDIES
 
-        studies = {name: load(name) for name in MODULES}
-        words = {name: {"title": s.title, "source": s.source, "about": s.about} for name, s in studies.items()}
-        path, runs = write_report(self.dir, words)
+        path, runs = write_report(self.dir, order=list(STUDIES))
         if self.json:
             emit({"report": path, "runs": runs})
         else:
@@ -235,18 +235,18 @@ Command = (
 )
 
 
-def show_claims(title: str, outcome: Any, when: str | None = None) -> None:
-    """Print one study's claims as a table."""
+def show_claims(title: str, outcome: Any, note: str | None = None) -> None:
+    """Print the claims of one run as a table, under a note such as how long it took."""
     from rich.markup import escape
 
     from joma.report.table import claims, show
 
-    when = when or ("was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s")
-    show(claims(f"{outcome.study}: {title}\n[not bold]{escape(str(outcome.path))}, {when}[/]", outcome.claims))
+    note = note or ("was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s")
+    show(claims(f"{outcome.study}: {title}\n[not bold]{escape(str(outcome.path))}, {note}[/]", outcome.claims))
 
 
-def concluded(outcomes: list[Any], *, as_json: bool) -> int:
-    """Return the exit code that outcomes come to, after printing them as JSON where that is asked for."""
+def exit_code(outcomes: list[Any], *, as_json: bool) -> int:
+    """Return the exit code of these runs, after printing them as JSON if that is wanted."""
     if as_json:
         emit([dataclasses.asdict(outcome) | {"failed": outcome.failed} for outcome in outcomes])
     return CLAIM_FAILED if any(outcome.failed for outcome in outcomes) else DONE
@@ -260,12 +260,12 @@ def _listing(study: Any) -> dict[str, Any]:
         "about": study.about,
         "version": study.version,
         "presets": {name: dataclasses.asdict(preset) for name, preset in study.presets.items()},
-        "claims": [claim.words for claim in study.claims],
+        "claims": [claim.declaration for claim in study.claims],
     }
 
 
-def changed(study: Any, preset: str, changes: tuple[str, ...]) -> Any:
-    """The preset's config with `KEY=VALUE` changes, each parsed by tyro against the field's type."""
+def config_with(study: Any, preset: str, changes: tuple[str, ...]) -> Any:
+    """Return the preset's config with `KEY=VALUE` changes, each parsed by tyro as the field's type."""
     from joma.arguments import InputError, choice
 
     config = choice("preset", preset, study.presets).config
@@ -277,31 +277,31 @@ def changed(study: Any, preset: str, changes: tuple[str, ...]) -> Any:
         if not equals:
             raise InputError("--set", "KEY=VALUE", repr(change), "write for example --set steps=500")
         field = choice(f"--set key of {study.name}", key.replace("-", "_"), fields)
-        args += [f"--{field.name}", *_words(hints[field.name], value)]
+        args += [f"--{field.name}", *_tyro_words(hints[field.name], value)]
     if not args:
         return config
     prog, plain = f"joma run {study.name}", (tyro.conf.FlagConversionOff,)
     return tyro.cli(type(config), default=config, args=args, prog=prog, config=plain)
 
 
-def _words(hint: Any, value: str) -> list[str]:
-    """The words that tyro reads a value of this type from: a list is split at its commas, an empty one has none."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if any(get_origin(kind) is tuple for kind in kinds):
+def _tyro_words(hint: Any, value: str) -> list[str]:
+    """Return the words from which tyro reads a value of this type: a list is split at its commas."""
+    types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if any(get_origin(kind) is tuple for kind in types):
         return value.split(",") if value else []
-    return [value.capitalize()] if bool in kinds and value.lower() in {"true", "false"} else [value]
+    return [value.capitalize()] if bool in types and value.lower() in {"true", "false"} else [value]
 
 
-def chosen_device(name: str) -> str:
-    """`auto` is cuda where there is one; asking for a device that is not there is bad input."""
+def available_device(name: str) -> str:
+    """Return the device to use: `auto` is cuda if available; a device that is missing is bad input."""
     import torch
 
     from joma.arguments import InputError
 
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
-        raise InputError("--device", "a device that is there", "cuda, but none is available", "use --device cpu")
-    return ("cuda" if there else "cpu") if name == "auto" else name
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise InputError("--device", "an available device", "cuda, which this machine lacks", "use --device cpu")
+    return ("cuda" if has_cuda else "cpu") if name == "auto" else name
 
 
 def emit(value: Any) -> None:
@@ -310,12 +310,12 @@ def emit(value: Any) -> None:
 
 
 def complain(line: str) -> None:
-    """Say one thing on standard error."""
+    """Print one line on standard error."""
     sys.stderr.write(f"joma: {line}\n")
 
 
 def main(args: list[str] | None = None) -> int:
-    """Parse, run, and turn what happened into an exit code."""
+    """Parse the arguments, run the command, and return the exit code."""
     try:
         command = tyro.cli(
             Command,
@@ -329,18 +329,19 @@ def main(args: list[str] | None = None) -> int:
             code = command()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        complain("interrupted; finished runs are kept, the same command goes on from there.")
+        complain("interrupted; finished runs are kept, and the same command resumes the others.")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as problem:
-        return _failed(problem)
+        return _report_failure(problem)
     return code
 
 
-def _failed(problem: Exception) -> int:
-    from joma.arguments import InputError  # after parsing: help needs none of it
+def _report_failure(problem: Exception) -> int:
+    """Print what went wrong and return the exit code: one line for bad input, a traceback for a defect."""
+    from joma.arguments import InputError  # after parsing: `--help` needs none of it
     from joma.files import StorageError
 
     if isinstance(problem, (InputError, StorageError)):

@@ -1,6 +1,7 @@
 """A run on disk: `config.json`, `trajectory.nc`, `figures/`, `claims.json` and `log.txt` in `OUT/<study>/<hash>/`.
 
-`claims.json` is written last, so a run is finished if and only if it is there; it carries the trajectory's checksum.
+`claims.json` is written last, so a run is finished if and only if it exists. It holds the trajectory's checksum and what
+a reader needs to know of the study.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,8 +28,33 @@ PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib
 
 
 @dataclass(frozen=True)
+class Description:
+    """What a stored run tells its readers, so that a report needs no study's code.
+
+    Attributes:
+        title, source, about: of the study, for a reader.
+        figures: names of the files in `figures/`, without suffix, in the order in which they are shown. None in runs of
+            version 0.1.0, whose figures are ordered by the number that their names begin with.
+    """
+
+    title: str = ""
+    source: str = ""
+    about: str = ""
+    figures: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class StoredClaims:
+    """The content of `claims.json`: a record for each claim, the run's description, and how long the run took."""
+
+    claims: list[dict[str, Any]]
+    description: Description
+    wall_time: float
+
+
+@dataclass(frozen=True)
 class Run:
-    """One run of a study: where it lies and what it is. `identity` decides the folder, `notes` do not."""
+    """One run of a study and its folder. Study, version, config and seeds decide the folder's name."""
 
     out: Path
     study: str
@@ -38,7 +64,7 @@ class Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes this run this run: study, version, config and seeds."""
+        """What tells this run from others: study, version, config and seeds."""
         return {
             "study": self.study,
             "version": self.version,
@@ -48,64 +74,64 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """`OUT/<study>/<hash>`."""
+        """The folder, `OUT/<study>/<hash>`."""
         text = json.dumps(self.identity, sort_keys=True)
         return self.out / self.study / short_hash(text, 12)
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Lock the run's folder for this process, unless it or the folder above is something else.
+    def locked(self) -> Iterator[None]:
+        """Lock the run's folder for this process, after checking that the folders are of the right kind.
 
-        Bad input that is found inside leaves nothing behind: the folders that were made for it go again.
+        If bad input shows inside the block, the folders that were made for the run are removed again.
         """
         if (self.out / "config.json").exists():
             raise StorageError(f"{self.out} is itself a run; choose a folder that holds runs with `--out`.")
         if any(self.out.glob("*/config.json")):
             raise StorageError(f"{self.out} holds the runs of one study; choose the folder above it with `--out`.")
-        made = [folder for folder in (self.path, self.path.parent, self.out) if not folder.exists()]
+        new_folders = [folder for folder in (self.path, self.path.parent, self.out) if not folder.exists()]
         try:
             with lock(self.path):
-                self._check()
+                self._check_identity()
                 yield
         except InputError:
-            if self.path in made:
+            if self.path in new_folders:
                 shutil.rmtree(self.path)
-            for folder in made[1:]:
-                with suppress(OSError):  # another run may be there by now
+            for folder in new_folders[1:]:
+                with suppress(OSError):  # another run may be in it by now
                     folder.rmdir()
             raise
 
-    def _check(self) -> None:
-        """Refuse a folder that was written by another run, such as one that was copied or edited by hand."""
+    def _check_identity(self) -> None:
+        """Refuse a folder that another run wrote, such as one that was copied or edited by hand."""
         file = self.path / "config.json"
         if not file.exists():
             return
-        there = {key: value for key, value in _record(file).items() if key != "preset"}
-        if there != json.loads(json.dumps(self.identity)):
-            said = f"study {there.get('study')!r}, version {there.get('version')}"
-            raise StorageError(f"{self.path} holds another run ({said}); move it away or choose another `--out`.")
+        stored = {name: value for name, value in _read_fields(file).items() if name != "preset"}
+        if stored != json.loads(json.dumps(self.identity)):
+            other = f"study {stored.get('study')!r}, version {stored.get('version')}"
+            raise StorageError(f"{self.path} holds another run ({other}); move it away or choose another `--out`.")
 
     @property
     def finished(self) -> bool:
-        """Whether `claims.json`, the last file of a run, is there."""
+        """Whether `claims.json`, the last file of a run, exists."""
         return (self.path / "claims.json").exists()
 
     def begin(self, preset: str) -> None:
-        """Write `config.json`: the first write, so that a folder that refuses is found before any work."""
+        """Write `config.json`. It is the first write, so that a folder that refuses is noticed before any work."""
         write_json(self.path / "config.json", {**self.identity, "preset": preset})
         self.log(f"begun: {self.study}, version {self.version}, preset {preset}, seeds {list(self.seeds)}")
 
     def save(self, trajectory: xr.Dataset, *, device: str, wall_time: float) -> xr.Dataset:
-        """Stamp provenance on `trajectory`, write it, and return it as it now stands on disk."""
-        notes = provenance() | {"device": device, "wall_time_s": f"{wall_time:.3f}"}
+        """Stamp provenance on `trajectory`, write it, and return it as it is read from the disk."""
+        stamp = provenance() | {"device": device, "wall_time_s": f"{wall_time:.3f}"}
         identity = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.identity.items()}
-        write_trajectory(self.path / TRAJECTORY, trajectory.assign_attrs({**identity, **notes}))
+        write_trajectory(self.path / TRAJECTORY, trajectory.assign_attrs({**identity, **stamp}))
         return open_run(self.path)
 
-    def finish(self, claims: list[dict[str, Any]], *, wall_time: float) -> None:
+    def finish(self, stored: StoredClaims) -> None:
         """Write `claims.json`, which ends the run."""
-        write_claims(self.path, claims, wall_time=wall_time)
-        self.log(f"finished after {wall_time:.1f} s")
+        write_claims(self.path, stored)
+        self.log(f"finished after {stored.wall_time:.1f} s")
 
     def log(self, line: str) -> None:
         """Append one line, with the time, to `log.txt`."""
@@ -121,42 +147,48 @@ def log(path: Path, line: str) -> None:
         raise storage_error(path / "log.txt", cause) from None
 
 
-def write_claims(path: Path, claims: list[dict[str, Any]], *, wall_time: float) -> None:
-    """Write `claims.json`, with the checksum of the trajectory that they were measured on."""
-    notes = {"wall_time_s": round(wall_time, 3), "trajectory_sha256": checksum(path / TRAJECTORY)}
-    write_json(path / "claims.json", {**notes, "claims": claims})
+def write_claims(path: Path, stored: StoredClaims) -> None:
+    """Write `claims.json`, with the checksum of the trajectory on which the claims were measured."""
+    content = {
+        "wall_time_s": round(stored.wall_time, 3),
+        "trajectory_sha256": checksum(path / TRAJECTORY),
+        "description": asdict(stored.description),
+        "claims": stored.claims,
+    }
+    write_json(path / "claims.json", content)
 
 
-def read_claims(path: Path) -> dict[str, Any]:
-    """Read a finished run's claims, after checking that its trajectory is the one they were measured on."""
-    record = _record(path / "claims.json", "claims", "wall_time_s", "trajectory_sha256")
+def read_claims(path: Path) -> StoredClaims:
+    """Read a finished run's claims, after checking that its trajectory is the one on which they were measured."""
+    fields = _read_fields(path / "claims.json", "claims", "wall_time_s", "trajectory_sha256")
     trajectory = path / TRAJECTORY
     if not trajectory.exists():
         raise StorageError(f"{trajectory} is missing; delete {path} to run it again.")
-    if checksum(trajectory) != record["trajectory_sha256"]:
-        raise StorageError(f"{trajectory} is cut short or altered since its claims were measured; {_again(path)}")
-    for claim in record["claims"]:
-        if "said" in claim:  # the name of the field in runs that version 0.1.0 stored
+    if checksum(trajectory) != fields["trajectory_sha256"]:
+        raise StorageError(f"{trajectory} is cut short or altered since its claims were measured; {_restore(path)}")
+    for claim in fields["claims"]:
+        if "said" in claim:  # the name of this field in runs of version 0.1.0
             claim["statement"] = claim.pop("said")
-    return record
+    description = Description(**fields.get("description", {}))  # runs of version 0.1.0 have none
+    return StoredClaims(fields["claims"], description, fields["wall_time_s"])
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read what a run is: `study`, `version`, `config`, `seeds` and `preset`."""
-    return _record(path / "config.json", "study", "version", "config", "seeds", "preset")
+    return _read_fields(path / "config.json", "study", "version", "config", "seeds", "preset")
 
 
-def _record(file: Path, *names: str) -> dict[str, Any]:
-    """Read a JSON file that holds names and values, these at least."""
-    found = read_json(file)
-    if not isinstance(found, dict):
+def _read_fields(file: Path, *names: str) -> dict[str, Any]:
+    """Read a JSON object that has at least these fields."""
+    fields = read_json(file)
+    if not isinstance(fields, dict):
         raise StorageError(f"{file} is not what a run writes; delete {file.parent} to run it again.")
-    if missing := [name for name in names if name not in found]:
-        raise StorageError(f"{file} lacks {', '.join(missing)}; {_again(file.parent)}")
-    return found
+    if missing := [name for name in names if name not in fields]:
+        raise StorageError(f"{file} lacks {', '.join(missing)}; {_restore(file.parent)}")
+    return fields
 
 
-def _again(path: Path) -> str:
+def _restore(path: Path) -> str:
     return f"restore it, or delete {path} to run it again."
 
 
@@ -173,46 +205,47 @@ def open_run(path: str | Path) -> xr.Dataset:
     path = Path(path)
     file = path / TRAJECTORY if path.is_dir() else path
     if not file.exists():
-        found = sorted(str(found.parent) for found in path.glob(f"**/{TRAJECTORY}")) if path.is_dir() else []
-        hint = f"runs below it: {', '.join(found)}" if found else "give the folder of a run, `OUT/<study>/<hash>`"
+        runs = sorted(str(file.parent) for file in path.glob(f"**/{TRAJECTORY}")) if path.is_dir() else []
+        hint = f"runs below it: {', '.join(runs)}" if runs else "give the folder of a run, `OUT/<study>/<hash>`"
         raise StorageError(f"no trajectory at {file}; {hint}.")
     try:
         with xr.open_dataset(file, engine="h5netcdf") as dataset:
-            # How labels were stored is forgotten: joined and written again, they would be cut to the first's length.
+            # Without the encoding, or labels that are joined and written again would be cut to the first one's length.
             return dataset.load().drop_encoding()
     except Exception as cause:  # h5py, h5netcdf and xarray each raise their own on a broken file
-        raise StorageError(f"{file} is no readable trajectory ({short_reason(cause)}); {_again(file.parent)}") from None
+        raise StorageError(f"{file} is no readable trajectory ({short_reason(cause)}); {_restore(file.parent)}") from None
 
 
 def write_trajectory(path: Path, trajectory: xr.Dataset) -> None:
-    """Write a Dataset as netCDF-4, whole. Attributes must be strings: netCDF refuses bools, None and dicts.
+    """Write a Dataset as netCDF-4, whole or not at all. Attributes must be strings: netCDF has no bools or dicts.
 
-    The file is made in memory: where the file system refuses a write of its own, HDF5 ends the process with a crash.
+    The file is made in memory: HDF5 would crash the process if the file system refused a write.
     """
     write_bytes(path, trajectory.to_netcdf(engine="h5netcdf"))
 
 
 def find_runs(out: Path, depth: int = 2) -> list[Path]:
-    """The finished runs below `out`, by study and then oldest first; judging one anew makes it no younger.
+    """Return the finished runs below `out`, by study and then oldest first; judging a run again keeps its age.
 
-    They lie two folders down; one where `out` holds the runs of one study, none where it is itself a run.
+    They lie `depth` folders down: two if `out` is the folder of all runs, one if it holds the runs of one study, none
+    if it is itself a run.
     """
-    found = [claims.parent for claims in out.glob("*/" * depth + "claims.json")]
-    return sorted(found, key=lambda path: (path.parent.name, _age(path)))
+    paths = [claims.parent for claims in out.glob("*/" * depth + "claims.json")]
+    return sorted(paths, key=lambda path: (path.parent.name, _modified(path)))
 
 
-def _age(path: Path) -> int:
-    there = (file for file in (path / TRAJECTORY, path / "claims.json") if file.exists())
-    return next(there).stat().st_mtime_ns
+def _modified(path: Path) -> int:
+    files = (file for file in (path / TRAJECTORY, path / "claims.json") if file.exists())
+    return next(files).stat().st_mtime_ns
 
 
 def now() -> str:
-    """This moment in UTC, to the second."""
+    """Return the time in UTC, to the second."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def provenance() -> dict[str, str]:
-    """Versions, platform, commit and time: stamped here and nowhere else."""
+    """Return versions, platform, commit and time: the one place where provenance is stamped."""
     stamp = {"created": now(), "python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:
@@ -224,11 +257,11 @@ def provenance() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of the source tree that this package runs from, or "unknown" for an installed one."""
-    here = Path(__file__).resolve().parent
+    """Return the commit of the source tree that this package runs from, or "unknown" for an installed package."""
+    folder = Path(__file__).resolve().parent
     try:
         answer = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             capture_output=True,
             text=True,
             timeout=5,

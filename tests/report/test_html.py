@@ -12,7 +12,7 @@ import xarray as xr
 
 from joma.files import StorageError, write_json, write_text
 from joma.report.html import write_report
-from joma.runs import TRAJECTORY, write_claims, write_trajectory
+from joma.runs import TRAJECTORY, Description, StoredClaims, write_claims, write_trajectory
 
 STUDIES = {
     "winner": {"title": "A winner", "source": "Theorem 2", "about": "Which token wins & <why>."},
@@ -73,14 +73,15 @@ def store(out, study="winner", name="abc", *, claims=None, figures=(), age=0):
     for stem, caption in figures:
         write_text(path / "figures" / f"{stem}.svg", SVG.format(stem))
         write_text(path / "figures" / f"{stem}.txt", f"{caption}\n")
-    write_claims(path, claims or [claim("holds")], wall_time=12.34)
+    description = Description(**STUDIES.get(study, {}), figures=None if figures is None else [name for name, _ in figures])
+    write_claims(path, StoredClaims(claims or [claim("holds")], description, 12.34))
     time = (path / TRAJECTORY).stat().st_mtime - age
     os.utime(path / TRAJECTORY, (time, time))
     return path
 
 
 def report(out):
-    path, count = write_report(out, STUDIES)
+    path, count = write_report(out, list(STUDIES))
     assert path == (out / "report.html").resolve()
     return Page(path), count
 

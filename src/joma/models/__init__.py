@@ -3,7 +3,6 @@
 Nothing here imports the theory: the two meet in the studies, or their agreement would be circular.
 """
 
-from joma.models.block import ACTIVATIONS, ATTENTIONS, Block, BlockConfig
-from joma.models.transformer import Decoder, DecoderConfig
+from joma import lazy
 
-__all__ = ["ACTIVATIONS", "ATTENTIONS", "Block", "BlockConfig", "Decoder", "DecoderConfig"]
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

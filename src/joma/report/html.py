@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from joma.runs import find_runs, now, open_run, provenance, read_claims, read_co
 VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested at this preset": ("–", "open")}
 
 
-def write_report(out: Path, studies: Mapping[str, Mapping[str, str]]) -> tuple[Path, int]:
+def write_report(out: Path, order: Sequence[str] = ()) -> tuple[Path, int]:
     """Write `out/report.html` about the finished runs below `out`.
 
     Args:
         out: the folder that runs were stored under.
-        studies: for each study's name, in the order wanted: `title`, `source` and `about`.
+        order: names of studies, in the order in which their runs are shown; runs of other studies come after them.
 
     Returns:
         The report's path and the number of runs in it.
@@ -32,9 +32,9 @@ def write_report(out: Path, studies: Mapping[str, Mapping[str, str]]) -> tuple[P
     paths = find_runs(out)
     if not paths:
         raise StorageError(f"no finished run below {out}; run `joma run --out {out}` first.")
-    order = {name: place for place, name in enumerate(studies)}
-    paths.sort(key=lambda path: order.get(path.parent.name, len(order)))  # stable: oldest first within a study
-    sections = [_section(path, studies.get(path.parent.name, {})) for path in paths]
+    rank = {name: index for index, name in enumerate(order)}
+    paths.sort(key=lambda path: rank.get(path.parent.name, len(rank)))  # stable: oldest first within a study
+    sections = [_section(path) for path in paths]
     page = _template().render(sections=sections, totals=_totals(sections), stamp=provenance(), now=now())
     target = out / "report.html"
     write_text(target, page)
@@ -49,22 +49,22 @@ def _template() -> jinja2.Template:
     return environment.get_template("template.html")
 
 
-def _section(path: Path, about: Mapping[str, str]) -> dict[str, Any]:
+def _section(path: Path) -> dict[str, Any]:
     """Return what the template shows of one run."""
-    record, config = read_claims(path), read_config(path)
+    stored, config = read_claims(path), read_config(path)
     trajectory = open_run(path)
     return {
         "anchor": f"{path.parent.name}-{path.name}",
         "study": path.parent.name,
-        "about": about,
+        "about": stored.description,
         "path": path,
         "preset": config["preset"],
         "config": json.dumps(config["config"], indent=1),
         "seeds": len(config["seeds"]),
-        "wall_time": record["wall_time_s"],
-        "claims": record["claims"],
-        "counts": {verdict: sum(claim["verdict"] == verdict for claim in record["claims"]) for verdict in VERDICTS},
-        "figures": [_figure(file) for file in sorted((path / "figures").glob("*.svg"))],
+        "wall_time": stored.wall_time,
+        "claims": stored.claims,
+        "counts": {verdict: sum(claim["verdict"] == verdict for claim in stored.claims) for verdict in VERDICTS},
+        "figures": [_figure(file) for file in _figure_files(path / "figures", stored.description.figures)],
         "attributes": dict(sorted(trajectory.attrs.items())),
         "variables": [(name, _dimensions(variable)) for name, variable in trajectory.items()],
     }
@@ -72,6 +72,13 @@ def _section(path: Path, about: Mapping[str, str]) -> dict[str, Any]:
 
 def _dimensions(variable: xr.DataArray) -> str:
     return ", ".join(f"{name} {size}" for name, size in variable.sizes.items())
+
+
+def _figure_files(folder: Path, names: Sequence[str] | None) -> list[Path]:
+    """Return the pictures in the stored order; those of version 0.1.0 by the number that their names begin with."""
+    if names is None:
+        return sorted(folder.glob("*.svg"), key=lambda file: (int(file.stem.partition("-")[0]), file.stem))
+    return [file for name in names if (file := folder / f"{name}.svg").exists()]
 
 
 def _figure(file: Path) -> dict[str, str]:

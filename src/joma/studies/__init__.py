@@ -1,36 +1,5 @@
-"""One small module a figure, table or claim: config, run, claims, draw. `load` imports the ones asked for."""
+"""The studies, a module for each figure, table or claim, in families. `load` imports the ones that are asked for."""
 
-from __future__ import annotations
+from joma import lazy
 
-from importlib import import_module
-
-from joma.arguments import choice
-from joma.study import Study, execute, judge
-
-__all__ = ["MODULES", "Study", "execute", "judge", "load"]
-
-# In the order of the paper, which is the order of `joma list` and of the report.
-MODULES = {
-    "invariance": "joma.studies.theorems.invariance",
-    "winner": "joma.studies.theorems.winner",
-    "sparse-dense": "joma.studies.theorems.sparse_dense",
-    "critical-points": "joma.studies.theorems.critical_points",
-    "cooccurrence": "joma.studies.theorems.cooccurrence",
-    "alignment": "joma.studies.hierarchy.alignment",
-    "scan-snap": "joma.studies.hierarchy.scan_snap",
-    "hierarchy-order": "joma.studies.hierarchy.hierarchy_order",
-    "entropy-text": "joma.studies.text.entropy_text",
-    "learning-rates": "joma.studies.text.learning_rates",
-    "activation-control": "joma.studies.text.activation_control",
-    "bounce-control": "joma.studies.text.bounce_control",
-    "invariant-text": "joma.studies.text.invariant_text",
-    "permutation": "joma.studies.symmetry.permutation",
-    "addition": "joma.studies.symmetry.addition",
-    "position-emergence": "joma.studies.symmetry.position_emergence",
-    "pretrained": "joma.studies.pretrained",
-}
-
-
-def load(name: str) -> Study:
-    """Import the study called `name`; an unknown name lists the known ones."""
-    return import_module(choice("study", name, MODULES)).STUDY
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

@@ -15,11 +15,11 @@ Verdict = Literal["holds", "does not hold", "not tested at this preset"]
 
 
 class NotInRun(Exception):
-    """A run has not what a claim is about: an arm that was left out, a size that was not trained."""
+    """The run lacks what a claim is about, such as an arm that was left out or a size that was not trained."""
 
 
 def select(values: Values, **labels: Any) -> Values:
-    """Select by label; `NotInRun` where the run has no such label.
+    """Select by label; raise `NotInRun` if the run has no such label.
 
     >>> select(xr.DataArray([1.0, 2.0], {"depth": [1, 5]}, ("depth",)), depth=5).item()
     2.0
@@ -32,7 +32,7 @@ def select(values: Values, **labels: Any) -> Values:
 
 @dataclass(frozen=True)
 class Expected:
-    """The interval that a measured value must lie in, and the words for it."""
+    """The interval that a measured value must lie in, and its text."""
 
     low: float
     high: float
@@ -98,17 +98,17 @@ def near(value: float, tolerance: float) -> Expected:
 
 @dataclass(frozen=True)
 class Claim:
-    """What is said, as data.
+    """What is claimed, as data.
 
     Attributes:
         name: a short name, unique within the study.
         statement: the sentence, with its source.
-        measure: from the run's Dataset to one number, or to an array over `seed`; `NotInRun` where the run has not what
-            the claim is about, which is then not tested.
+        measure: from the run's Dataset to one number, or to an array over `seed`. It raises `NotInRun` if the run lacks
+            what the claim is about; the claim is then not tested.
         expected: where the number must lie: `at_most`, `at_least`, `between` or `near`.
         across: whether `every` seed must lie there, or the `mean` over seeds.
         presets: the presets at which the claim can be decided; elsewhere it is measured but not judged.
-        seeds: the fewest seeds with which it can be decided; a bound over seeds needs two.
+        seeds: the smallest number of seeds with which it can be decided; a bound over seeds needs two.
     """
 
     name: str
@@ -120,8 +120,8 @@ class Claim:
     seeds: int = 1
 
     @property
-    def words(self) -> dict[str, Any]:
-        """The claim as it is stored and listed: all but how it is measured."""
+    def declaration(self) -> dict[str, Any]:
+        """The claim as it is stored and listed: all of it but how it is measured."""
         return {
             "name": self.name,
             "statement": self.statement,
@@ -132,26 +132,27 @@ class Claim:
         }
 
     def judge(self, trajectory: xr.Dataset, preset: str) -> dict[str, Any]:
-        """Measure the claim on a run: a record for `claims.json`, with the spread over seeds and the verdict."""
-        there = preset in self.presets and trajectory.sizes.get("seed", 1) >= self.seeds
+        """Measure the claim on a run and return its record: the declaration, spread over seeds and verdict."""
+        tested = preset in self.presets and trajectory.sizes.get("seed", 1) >= self.seeds
         try:
             values = np.atleast_1d(np.asarray(self.measure(trajectory), dtype=np.float64))
         except NotInRun:
-            values, there = np.array([np.nan]), False
+            values, tested = np.array([np.nan]), False
         if values.ndim != 1:
-            raise TypeError(f"claim {self.name!r}: `measure` must return a number or one value a seed")
+            raise TypeError(f"claim {self.name!r}: `measure` must return a number or one value for each seed")
         judged = values if self.across == "every" else values.mean(keepdims=True)
         verdict: Verdict = "holds" if all(value in self.expected for value in judged) else "does not hold"
-        if not there:
+        if not tested:
             verdict = "not tested at this preset"
-        return {**self.words, "measured": summary(values), "verdict": verdict}
+        return {**self.declaration, "measured": summary(values), "verdict": verdict}
 
 
 def summary(values: np.ndarray) -> dict[str, Any]:
-    """Mean, standard deviation, least and greatest over seeds; what is not finite becomes None, as JSON has no NaN."""
+    """Return mean, standard deviation, minimum and maximum over seeds; None for what JSON cannot hold, such as NaN."""
     spread = values.std(ddof=1) if values.size > 1 and np.isfinite(values).all() else 0.0
-    figures = {"mean": values.mean(), "sd": spread, "min": values.min(), "max": values.max()}
-    return {key: _finite(value) for key, value in figures.items()} | {"values": [_finite(value) for value in values]}
+    statistics = {"mean": values.mean(), "sd": spread, "min": values.min(), "max": values.max()}
+    finite = {name: _finite(value) for name, value in statistics.items()}
+    return finite | {"values": [_finite(value) for value in values]}
 
 
 def _finite(value: float) -> float | None:

@@ -21,7 +21,7 @@ import xarray as xr
 from joma.arguments import InputError, choice, short_reason, whole
 from joma.files import StorageError, lock
 from joma.progress import SILENT, Progress
-from joma.runs import Run, log, open_run, read_claims, read_config, write_claims
+from joma.runs import Description, Run, StoredClaims, log, open_run, read_claims, read_config, write_claims
 from joma.study.claim import Claim
 from joma.study.context import Context
 
@@ -39,6 +39,14 @@ class Preset:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """A figure of a study: the function that draws it, and the caption that says what to see."""
+
+    draw: Callable[[xr.Dataset], Figure]
+    caption: str
+
+
+@dataclass(frozen=True)
 class Study:
     """One figure, table or claim of a paper, declared.
 
@@ -50,12 +58,12 @@ class Study:
         version: raised whenever `run` changes its result; part of the run's hash.
         presets: `quick` (2 cores, seconds) and `paper`.
         run: from a config and a `Context` to a Dataset, with seeds as the axis `seed`.
-        claims: what is said and how it is measured.
+        claims: what is claimed and how it is measured.
         figures: drawings by name, each from the Dataset alone: drawing never recomputes.
-        threads: torch's threads while it runs, None for as many as torch likes; 1 where tensors are so small that
-            threads would spend their time waiting for each other.
-        inputs: from a config to what else decides the result, by name, such as the checksum of a text that it names;
-            part of the run's hash as the config is.
+        threads: torch's threads while it runs; None for torch's own choice, 1 where tensors are so small that threads
+            would mostly wait for each other.
+        inputs: from a config to what else decides the result, by name, such as the checksum of a text that the config
+            names; part of the run's hash as the config is.
     """
 
     name: str
@@ -70,18 +78,16 @@ class Study:
     threads: int | None = None
     inputs: Callable[[Any], Mapping[str, str]] = lambda _: {}
 
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure of a study: how it is drawn, and the caption that says what is seen."""
-
-    draw: Callable[[xr.Dataset], Figure]
-    caption: str
+    @property
+    def description(self) -> Description:
+        """What is stored with a run for its readers."""
+        figures = [f"{index}-{name}" for index, name in enumerate(self.figures, start=1)]
+        return Description(self.title, self.source, self.about, figures)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run: where it lies, what its claims came to, how long it took, whether it was already there."""
+    """A finished run: its folder, the records of its claims, how long it took, and whether it was finished before."""
 
     study: str
     preset: str
@@ -106,98 +112,109 @@ def execute(
     device: str = "cpu",
     progress: Progress = SILENT,
 ) -> Outcome:
-    """Run `study` unless that very run is finished already, judge its claims, draw its figures, and store it all.
+    """Run `study`, judge its claims, draw its figures and store everything, unless that very run is finished already.
 
-    A finished run whose claims were others is judged anew, from its trajectory.
+    A finished run is not run again. If its stored claims or description differ from the study's, it is judged again
+    from its trajectory.
     """
     chosen = choice("preset", preset, study.presets)
     config = chosen.config if config is None else config
     count = chosen.seeds if seeds is None else whole("seeds", seeds)
     fields = dataclasses.asdict(config)
     for name, value in fields.items():
-        _numbers(name, value)
+        _check_finite(name, value)
     run = Run(Path(out), study.name, study.version, {**fields, **study.inputs(config)}, tuple(range(count)))
-    with run.hold():
+    with run.locked():
         if run.finished:
-            return _stored(study, run.path, anew=False)
+            return _finished(study, run.path, judge_again=False)
         run.begin(preset)
         begun = time.perf_counter()
         with _threads(study.threads):
             result = study.run(config, Context(tuple(run.seeds), device, progress, run.path / "checkpoints"))
-        _tell_lost(result, run)
+        _warn_of_diverged_seeds(result, run)
         trajectory = run.save(result, device=device, wall_time=time.perf_counter() - begun)
-        claims = _judge(study, trajectory, preset, run.path)
+        claims = _judge_and_draw(study, trajectory, preset, run.path)
         wall_time = time.perf_counter() - begun
-        run.finish(claims, wall_time=wall_time)
+        run.finish(StoredClaims(claims, study.description, wall_time))
     return Outcome(study.name, preset, run.path, claims, wall_time, reused=False)
 
 
 def judge(study: Study, path: Path | str) -> Outcome:
-    """Judge a finished run's claims anew and draw its figures again, from its trajectory: nothing is trained.
+    """Judge a finished run by the study's present claims and draw its figures again; nothing is trained.
 
-    A run that another version of the study stored is refused: what lies there is not what the claims are about.
+    A run of another version of the study is refused: its trajectory is not what the claims are about.
     """
     path = Path(path)
-    there = read_config(path)
-    if (there["study"], there["version"]) != (study.name, study.version):
-        stored, present = f"{there['study']}, version {there['version']}", f"{study.name}, version {study.version}"
+    config = read_config(path)
+    if (config["study"], config["version"]) != (study.name, study.version):
+        stored, present = f"{config['study']}, version {config['version']}", f"{study.name}, version {study.version}"
         raise StorageError(f"{path} holds a run of {stored}, where {present} is judged; run it again with `joma run`.")
     with lock(path):
-        return _stored(study, path, anew=True)
+        return _finished(study, path, judge_again=True)
 
 
-def _stored(study: Study, path: Path, *, anew: bool) -> Outcome:
-    """Return a finished run, its claims judged anew if that is asked for or if they were others, word for word."""
-    record, preset = read_claims(path), read_config(path)["preset"]
-    claims = record["claims"]
-    words = [{name: value for name, value in own.items() if name not in {"measured", "verdict"}} for own in claims]
-    if anew or words != [claim.words for claim in study.claims]:
+def _finished(study: Study, path: Path, *, judge_again: bool) -> Outcome:
+    """Return a finished run, judged again if that is wanted or if its claims or description are not the study's."""
+    stored, preset = read_claims(path), read_config(path)["preset"]
+    claims = stored.claims
+    results = {"measured", "verdict"}
+    declared = [{name: value for name, value in claim.items() if name not in results} for claim in claims]
+    same = declared == [claim.declaration for claim in study.claims] and stored.description == study.description
+    if judge_again or not same:
         claims = _judge_stored(study, path, preset)
-        write_claims(path, claims, wall_time=record["wall_time_s"])
+        write_claims(path, StoredClaims(claims, study.description, stored.wall_time))
         log(path, "judged anew")
-    return Outcome(study.name, preset, path, claims, record["wall_time_s"], reused=True)
+    return Outcome(study.name, preset, path, claims, stored.wall_time, reused=True)
 
 
 def _judge_stored(study: Study, path: Path, preset: str) -> list[dict[str, Any]]:
     try:
-        return _judge(study, open_run(path), preset, path)
-    except (KeyError, AttributeError) as cause:  # xarray's words for a variable or a label that is not there
+        return _judge_and_draw(study, open_run(path), preset, path)
+    except (KeyError, AttributeError) as cause:  # what xarray raises for a missing variable or label
         reason = short_reason(cause)
         raise StorageError(
             f"{path} lacks what {study.name} is judged by ({reason}); delete it to run it again."
         ) from None
 
 
-def _judge(study: Study, trajectory: xr.Dataset, preset: str, path: Path) -> list[dict[str, Any]]:
-    """Return the records of a trajectory's claims, once its figures are drawn."""
+def _judge_and_draw(study: Study, trajectory: xr.Dataset, preset: str, path: Path) -> list[dict[str, Any]]:
+    """Return the records of the claims, and write the figures."""
+    from joma.report.figure import clear, save, style
+
     claims = [claim.judge(trajectory, preset) for claim in study.claims]
-    _draw(study, trajectory, path)
+    names = study.description.figures or []
+    for name, drawing in zip(names, study.figures.values(), strict=True):
+        with style():
+            figure = drawing.draw(trajectory)
+        save(figure, path / "figures" / name, caption=drawing.caption)
+    clear(path / "figures", keep=names)
     return claims
 
 
-def _tell_lost(result: xr.Dataset, run: Run) -> None:
-    """Say which seeds were lost, if any: what is measured of them is NaN from then on."""
+def _warn_of_diverged_seeds(result: xr.Dataset, run: Run) -> None:
+    """Warn of seeds that diverged: what is measured of them is NaN from that step on."""
     if "diverged" not in result:
         return
-    lost = (result.diverged >= 0).any([dim for dim in result.diverged.dims if dim != "seed"])
-    seeds = result.seed.values[lost.values]
+    diverged = (result.diverged >= 0).any([dim for dim in result.diverged.dims if dim != "seed"])
+    seeds = result.seed.values[diverged.values]
     if len(seeds):
-        line = f"the loss of seeds {', '.join(map(str, seeds))} was not finite from some step on; they were held there"
+        line = f"seeds {', '.join(map(str, seeds))} diverged: their loss was not finite, and they were frozen there"
         run.log(line)
         warnings.warn(f"{run.study}: {line}.", stacklevel=3)
 
 
-def _numbers(name: str, value: Any) -> None:
-    """Refuse NaN and infinities anywhere in a config: they are no JSON, and no study means them."""
+def _check_finite(name: str, value: Any) -> None:
+    """Refuse NaN and infinities anywhere in a config: JSON cannot hold them, and no study takes them."""
     if isinstance(value, (tuple, list)):
-        for one in value:
-            _numbers(name, one)
+        for member in value:
+            _check_finite(name, member)
     elif isinstance(value, float) and not math.isfinite(value):
         raise InputError(name, "finite", value, "give a finite number")
 
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
+    """Set the number of torch's threads for the duration of the block."""
     if count is None:
         yield
         return
@@ -209,14 +226,3 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _draw(study: Study, trajectory: xr.Dataset, path: Path) -> None:
-    from joma.report.figure import clear, save, style
-
-    stems = [f"{place}-{name}" for place, name in enumerate(study.figures, start=1)]
-    for stem, drawing in zip(stems, study.figures.values(), strict=True):
-        with style():
-            figure = drawing.draw(trajectory)
-        save(figure, path / "figures" / stem, caption=drawing.caption)
-    clear(path / "figures", keep=stems)

@@ -5,8 +5,6 @@
 that they all describe, with the `activations` of its hidden units.
 """
 
-from __future__ import annotations
+from joma import lazy
 
-from joma.theory import activations, bounce, critical, flows, growth, hierarchy, invariants, mixture
-
-__all__ = ["activations", "bounce", "critical", "flows", "growth", "hierarchy", "invariants", "mixture"]
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

@@ -1,0 +1,17 @@
+from . import data as data
+from . import models as models
+from . import noise as noise
+from . import probes as probes
+from . import report as report
+from . import schedule as schedule
+from . import studies as studies
+from . import study as study
+from . import theory as theory
+from . import train as train
+from . import watch as watch
+from .probes.entropy import attention_entropy as attention_entropy
+from .probes.permutation import permutation_gap as permutation_gap
+from .probes.rank import stable_rank as stable_rank
+from .runs import open_run as open_run
+
+__version__: str

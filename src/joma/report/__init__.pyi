@@ -1,0 +1,4 @@
+from . import figure as figure
+from . import html as html
+from . import probe as probe
+from . import table as table

@@ -1,0 +1,2 @@
+from .catalogue import STUDIES as STUDIES
+from .catalogue import load as load
