@@ -13,6 +13,7 @@ import toy_study  # noqa: F401  (registered below by name)
 from joma import __main__, cli, studies
 from joma.files import lock
 from joma.runs import open_run
+from joma.studies import catalogue
 from joma.watch import loading
 
 
@@ -62,7 +63,7 @@ def test_judge_judges_and_draws_what_is_stored(tmp_path, capsys):
     code, out, _ = joma("judge", path, capsys=capsys)
     assert code == 0
     assert "The line ends at 2." in out
-    assert "judged anew" in " ".join(out.split())  # a long path breaks the line
+    assert "judged again" in " ".join(out.split())  # a long path breaks the line
     code, out, _ = joma("judge", tmp_path / "toy", "--json", capsys=capsys)
     assert (code, len(json.loads(out))) == (1, 2)
 
@@ -93,7 +94,7 @@ def test_judge_leaves_what_it_cannot_judge_and_goes_on(tmp_path, capsys, spoil, 
     assert code == 2
     assert len(json.loads(out)) == 2
     assert err.count("\n") == 1
-    assert "toy/a is left as it is: " in err
+    assert "toy/a was not changed: " in err
     assert words in err
     assert {path: path.read_bytes() for path in (tmp_path / "toy" / "a").rglob("*") if path.is_file()} == before
 
@@ -394,4 +395,4 @@ def test_ctrl_c_before_anything_is_begun_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "main", interrupted)
     assert __main__.run() == 130
-    assert capsys.readouterr().err == "joma: interrupted before anything was begun.\n"
+    assert capsys.readouterr().err == "joma: interrupted before anything began.\n"

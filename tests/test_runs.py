@@ -130,6 +130,6 @@ def test_a_folder_of_another_run_is_refused_and_kept(tmp_path):
 
 def test_a_run_is_no_folder_for_runs(tmp_path):
     inside = a_run(finished(tmp_path).path)
-    with pytest.raises(StorageError, match="is itself a run; choose a folder"), inside.hold():
+    with pytest.raises(StorageError, match="is itself a run; choose a folder"), inside.locked():
         pass
     assert not inside.path.exists()

@@ -24,7 +24,7 @@ DONE, CLAIM_FAILED, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 @dataclass(frozen=True)
-class List:
+class ListCommand:
     """List the studies, their claims, presets and cost."""
 
     json: bool = False
@@ -48,7 +48,7 @@ class List:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunCommand:
     """Run studies and judge their claims. No STUDY means all of them."""
 
     studies: Positional[Annotated[tuple[str, ...], arg(metavar="STUDY")]] = ()
@@ -85,7 +85,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Judge:
+class JudgeCommand:
     """Judge finished runs by the present claims and draw their figures again. Nothing is trained.
 
     Exit code 2 means that a run could not be judged, for example one of another version. It is not changed.
@@ -122,7 +122,7 @@ class Judge:
 
 
 @dataclass(frozen=True)
-class Verify:
+class VerifyCommand:
     """Check every theorem against an independent solution; takes less than a minute."""
 
     json: bool = False
@@ -148,7 +148,7 @@ class Verify:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeCommand:
     """Audit and measure a model or a series of checkpoints: attention entropy, stable rank, orthogonality, bounce.
 
     Exit code 1 means that a checkpoint was left out or could not be measured.
@@ -205,7 +205,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportCommand:
     """Write one self-contained HTML file about the runs in DIR."""
 
     dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
@@ -226,12 +226,12 @@ class Report:
 
 
 Command = (
-    Annotated[List, subcommand(name="list")]
-    | Annotated[Run, subcommand(name="run")]
-    | Annotated[Judge, subcommand(name="judge")]
-    | Annotated[Verify, subcommand(name="verify")]
-    | Annotated[Probe, subcommand(name="probe")]
-    | Annotated[Report, subcommand(name="report")]
+    Annotated[ListCommand, subcommand(name="list")]
+    | Annotated[RunCommand, subcommand(name="run")]
+    | Annotated[JudgeCommand, subcommand(name="judge")]
+    | Annotated[VerifyCommand, subcommand(name="verify")]
+    | Annotated[ProbeCommand, subcommand(name="probe")]
+    | Annotated[ReportCommand, subcommand(name="report")]
 )
 
 

@@ -1,7 +1,7 @@
 """A run on disk: `config.json`, `trajectory.nc`, `figures/`, `claims.json` and `log.txt` in `OUT/<study>/<hash>/`.
 
-`claims.json` is written last, so a run is finished if and only if it exists. It holds the trajectory's checksum and what
-a reader needs to know of the study.
+`claims.json` is written last, so a run is finished if and only if it exists. It holds the trajectory's checksum and
+what a reader needs to know of the study.
 """
 
 from __future__ import annotations

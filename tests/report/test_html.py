@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 from html.parser import HTMLParser
 
@@ -73,7 +74,7 @@ def store(out, study="winner", name="abc", *, claims=None, figures=(), age=0):
     for stem, caption in figures:
         write_text(path / "figures" / f"{stem}.svg", SVG.format(stem))
         write_text(path / "figures" / f"{stem}.txt", f"{caption}\n")
-    description = Description(**STUDIES.get(study, {}), figures=None if figures is None else [name for name, _ in figures])
+    description = Description(**STUDIES.get(study, {}), figures=[name for name, _ in figures])
     write_claims(path, StoredClaims(claims or [claim("holds")], description, 12.34))
     time = (path / TRAJECTORY).stat().st_mtime - age
     os.utime(path / TRAJECTORY, (time, time))
@@ -150,6 +151,19 @@ def test_claims_that_do_not_hold_are_listed_first(tmp_path):
 def test_the_list_is_left_out_if_every_claim_holds(tmp_path):
     store(tmp_path)
     assert report(tmp_path)[0].headings == ["A winner"]
+
+
+def test_figures_are_in_the_stored_order_and_a_tenth_comes_last(tmp_path):
+    names = [f"{index}-figure" for index in (*range(1, 11),)]
+    store(tmp_path, figures=[(name, name) for name in names])
+    page, _ = report(tmp_path)
+    assert [image["alt"] for image in page.images] == names
+    path = next(tmp_path.glob("*/*/claims.json"))
+    content = json.loads(path.read_text())
+    del content["description"]  # as version 0.1.0 stored it
+    write_json(path, content)
+    page, _ = report(tmp_path)
+    assert [image["alt"] for image in page.images] == names
 
 
 def test_figures_are_inside_the_page_with_their_captions(tmp_path):

@@ -1,9 +1,16 @@
-"""Probes: tensor to tensor, with no knowledge of models, so that a toy block and a large model are measured alike.
+"""Probes: tensor to tensor, without knowledge of models, so that a toy block and a large model are measured alike.
 
-`entropy` has the entropy of attention, from its weights or from queries and keys alone; `rank` the stable rank;
-`orthogonality` the cosines between embeddings or hidden states; `bounce` the fall and return of a measured curve,
-compared with what noise alone would do; `alignment` how well hidden units represent latents; `permutation`, `position`
-and `slices` what a model knows of the order of its tokens.
+- `entropy`: the entropy of attention, from its weights or from queries and keys alone.
+- `rank`: the stable rank of weights.
+- `orthogonality`: the cosines between embeddings or hidden states.
+- `alignment`: how well hidden units represent latents.
+- `bounce`: the fall and return of a measured curve, compared with noise.
+- `permutation`: how much a prediction depends on the order of the earlier tokens.
+- `position`: how well positions can be read off hidden states, and whether neighbours are similar.
+- `slices`: whether the hidden states above a location stay similar to it from layer to layer.
+
+A probe handles diverged seeds: where the input of one seed holds NaN its result is NaN, without an error or a warning,
+and the results of the other seeds are what they would be without it.
 """
 
 from joma import lazy

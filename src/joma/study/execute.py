@@ -163,7 +163,7 @@ def _finished(study: Study, path: Path, *, judge_again: bool) -> Outcome:
     if judge_again or not same:
         claims = _judge_stored(study, path, preset)
         write_claims(path, StoredClaims(claims, study.description, stored.wall_time))
-        log(path, "judged anew")
+        log(path, "judged again")
     return Outcome(study.name, preset, path, claims, stored.wall_time, reused=True)
 
 

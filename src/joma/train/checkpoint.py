@@ -31,7 +31,7 @@ class DamagedCheckpoint(UserWarning):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class TrainingCheckpoint:
     """What one checkpoint holds.
 
     Attributes:
@@ -84,9 +84,9 @@ class CheckpointStore:
             for file in reversed(self._files(old)):  # the checksum first: a checkpoint without one does not count
                 self._remove(file.name)
 
-    def load(self) -> Checkpoint | None:
+    def load(self) -> TrainingCheckpoint | None:
         """Return the newest intact checkpoint, or None; warn of every damaged one that is skipped."""
-        checkpoint: Checkpoint | None = None
+        checkpoint: TrainingCheckpoint | None = None
         faults: list[str] = []
         for step in reversed(self._steps()):
             checkpoint = self._read(step, faults)
@@ -101,7 +101,7 @@ class CheckpointStore:
             warnings.warn(f"{fault}; {consequence}.", DamagedCheckpoint, stacklevel=2)
         return checkpoint
 
-    def _read(self, step: int, faults: list[str]) -> Checkpoint | None:
+    def _read(self, step: int, faults: list[str]) -> TrainingCheckpoint | None:
         """Return the checkpoint of `step` if it is intact; otherwise None, and append what is wrong to `faults`."""
         from safetensors import SafetensorError, safe_open
         from safetensors.torch import load_file
@@ -115,7 +115,7 @@ class CheckpointStore:
             else:
                 with safe_open(file, "pt") as content:
                     identity = json.loads((content.metadata() or {}).get("about", "{}"))
-                return Checkpoint(step, load_file(file), identity)
+                return TrainingCheckpoint(step, load_file(file), identity)
         except (OSError, SafetensorError, ValueError) as cause:
             faults.append(f"{file} cannot be read ({cause})")
         return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from joma.arguments import InputError
 from joma.progress import Task
 from joma.train import cuda
-from joma.train.checkpoint import Checkpoint
+from joma.train.checkpoint import TrainingCheckpoint
 from joma.train.optimiser import Optimiser
 from joma.train.options import Compute, Record
 
@@ -178,7 +178,7 @@ class Training(Generic[Model]):
         at = torch.tensor(self.recorded_at, dtype=torch.long)
         return tensors | recorded | {"at": at, "finished": torch.tensor(final)}
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: TrainingCheckpoint) -> None:
         """Take over the state of a checkpoint of this very run."""
         tensors = self.tensors()
         with torch.no_grad():
@@ -189,7 +189,7 @@ class Training(Generic[Model]):
                     self.recorded[name.removeprefix("recorded/")] = list(value)
         self.recorded_at = checkpoint.tensors["at"].tolist()
 
-    def differences(self, checkpoint: Checkpoint, record_steps: frozenset[int]) -> list[str]:
+    def differences(self, checkpoint: TrainingCheckpoint, record_steps: frozenset[int]) -> list[str]:
         """Return the arguments of `fit` in which the checkpoint's tensors show another run: `at` or `model`."""
         final = bool(checkpoint.tensors["finished"])
         expected_at = sorted(step for step in record_steps if step < checkpoint.step or final)

@@ -1,4 +1,4 @@
-"""Attach the probes to models that you already have: while they run, while they train, and afterwards, by checkpoints."""
+"""Attach the probes to models that you have: while they run, while they train, and afterwards, by checkpoints."""
 
 from joma import lazy
 

@@ -1,0 +1,105 @@
+"""Random streams by purpose, arms as an axis, and training that is saved by default."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from joma.study import Arms, Context
+from joma.train import Optimiser, Record
+
+ARMS = Arms("rate", ("low", "high"))
+
+
+class Numbers(nn.Module):
+    """One number for each model."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.p = nn.Parameter(torch.tensor(values, dtype=torch.float64)[:, None])
+
+
+def quadratic(model, step):
+    del step
+    return (model.p**2).sum(-1) / 2
+
+
+def train(context, *, arms=None, loss=quadratic, values=(1.0, 2.0), label="a line"):
+    record = Record(lambda model, _: {"p": model.p[:, 0]}, at=(0, 5, 10))
+    optimiser = Optimiser("sgd", 0.1)
+    return context.fit(Numbers(values), loss, label=label, optimiser=optimiser, steps=10, record=record, arms=arms)
+
+
+@given(st.integers(0, 2**31), st.lists(st.text(max_size=8), min_size=2, max_size=4, unique=True))
+def test_each_purpose_has_a_stream_of_its_own_which_starts_again(seed, purposes):
+    context = Context((seed, seed + 1))
+
+    def draws(purpose):
+        return [torch.rand(50, generator=generator, dtype=torch.float64) for generator in context.generators(purpose)]
+
+    for purpose in purposes:
+        assert all(first.equal(second) for first, second in zip(draws(purpose), draws(purpose), strict=True))
+    every = [draw for purpose in purposes for draw in draws(purpose)]
+    for first, second in itertools.combinations(every, 2):
+        assert abs(np.corrcoef(first, second)[0, 1]) < 0.9
+        assert not torch.isin(first, second).any()
+
+
+def test_streams_of_many_purposes_are_uncorrelated():
+    draws = [
+        torch.randn(4_000, generator=generator)
+        for purpose in ("data", "weights", "chance", "Figure 3, data")
+        for generator in Context((0, 1, 2)).generators(purpose)
+    ]
+    correlation = np.corrcoef(torch.stack(draws).numpy()) - np.eye(len(draws))
+    assert abs(correlation).max() < 5 / np.sqrt(4_000)
+
+
+def test_a_seeds_own_stream_is_that_of_its_number_and_alike_in_every_arm():
+    own, *others = Context((7, 8)).seed_generators(ARMS)
+    assert own.initial_seed() == 7
+    assert [generator.initial_seed() for generator in others] == [8, 7, 8]
+    seeds = [generator.initial_seed() for generator in Context((7, 8)).generators("weights", ARMS)]
+    assert seeds[:2] == seeds[2:]
+    assert seeds[0] != seeds[1]
+
+
+def test_arms_become_an_axis_before_the_seeds():
+    run = train(Context((4, 5)), arms=ARMS, values=(1.0, 2.0, 10.0, 20.0))
+    assert dict(run.sizes) == {"rate": 2, "seed": 2, "step": 3}
+    assert run.rate.values.tolist() == ["low", "high"]
+    assert run.seed.values.tolist() == [4, 5]
+    np.testing.assert_allclose(run.p.sel(step=10), np.array([[1.0, 2.0], [10.0, 20.0]]) * 0.9**10)
+    np.testing.assert_array_equal(run.diverged, [[-1, -1], [-1, -1]])
+
+
+def test_without_arms_seeds_have_their_labels():
+    assert train(Context((4, 5))).seed.values.tolist() == [4, 5]
+
+
+def test_training_is_saved_without_being_asked_and_resumes(tmp_path):
+    context = Context((0, 1), checkpoints=tmp_path)
+
+    def failing(model, step):
+        if int(step) == 7:
+            raise RuntimeError("power cut")
+        return quadratic(model, step)
+
+    with pytest.raises(RuntimeError):
+        train(context, loss=failing, label="A line, 2 layers")
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == "a-line-2-layers"
+    assert sorted(file.name for file in folder.glob("*.safetensors")) == ["4.safetensors", "6.safetensors"]
+    seen = []
+
+    def counted(model, step):
+        seen.append(int(step))
+        return quadratic(model, step)
+
+    resumed = train(context, loss=counted, label="A line, 2 layers")
+    assert seen == [6, 7, 8, 9, 10]
+    assert resumed.identical(train(Context((0, 1))))
