@@ -213,7 +213,9 @@ def open_run(path: str | Path) -> xr.Dataset:
             # Without the encoding, or labels that are joined and written again would be cut to the first one's length.
             return dataset.load().drop_encoding()
     except Exception as cause:  # h5py, h5netcdf and xarray each raise their own on a broken file
-        raise StorageError(f"{file} is no readable trajectory ({short_reason(cause)}); {_restore(file.parent)}") from None
+        raise StorageError(
+            f"{file} is no readable trajectory ({short_reason(cause)}); {_restore(file.parent)}"
+        ) from None
 
 
 def write_trajectory(path: Path, trajectory: xr.Dataset) -> None:
