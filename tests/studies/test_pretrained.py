@@ -128,10 +128,10 @@ def test_all_checkpoints_of_a_folder_are_probed_unless_revisions_are_given(folde
     context = Context((0,), checkpoints=tmp_path)
     config = replace(SMALL, models=(str(folder / "seed0"),))
     assert config.revisions is None
-    whole = pretrained.run(config, context)
-    assert whole.step.values.tolist() == trajectory.step.values.tolist()
-    assert whole.left_out.values.tolist() == [[0]]
-    assert pretrained.run(replace(config, revisions=()), context).identical(whole)
+    all_steps = pretrained.run(config, context)
+    assert all_steps.step.values.tolist() == trajectory.step.values.tolist()
+    assert all_steps.left_out.values.tolist() == [[0]]
+    assert pretrained.run(replace(config, revisions=()), context).identical(all_steps)
     assert changed(STUDY, "quick", ("revisions=",)).revisions == ()
     assert changed(STUDY, "paper", ("revisions=step0,step8",)).revisions == ("step0", "step8")
 

@@ -47,9 +47,7 @@ def test_every_measurement_against_the_model_itself(series):
     assert result.audit.faults == ()
     assert result.data.step.values.tolist() == list(range(7))
     assert dict(result.data.sizes) == {"step": 7, "layer": 2, "head": 2, "weight": 2, "depth": 3}
-    tokens = torch.tensor(list(TEXT.encode())[: 23 * 32]).reshape(
-        23, 32
-    )  # the whole text, in sequences of the maximum length
+    tokens = torch.tensor(list(TEXT.encode())[: 23 * 32]).reshape(23, 32)  # in sequences of the maximum length
     model = moved(neox(), 0.03 * 5)
     model.set_attn_implementation("eager")
     with torch.no_grad():

@@ -22,7 +22,7 @@ from jaxtyping import Float
 
 from joma.arguments import InputError
 from joma.progress import SILENT, Progress
-from joma.watch.series import Checkpoint, Checkpoints, Fault, Measure, Store
+from joma.watch.series import Checkpoints, Fault, LazyCheckpoint, Measure, Store
 
 NOT_FINITE_REMEDY = "download it again; if nothing changes, the training had diverged by then"
 PUBLISHER_REMEDY = "and report it to the publisher if nothing changes"
@@ -116,7 +116,7 @@ class Sketch:
         return cls(**metadata, values={name: arrays[name] for name in metadata["file"]})
 
 
-def sample(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+def sample(checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
     """Return the sketch of a checkpoint: the same spans of the same tensors for every checkpoint, from each file."""
     per_file = max(2, SAMPLED_TENSORS // len(checkpoint.files))
     file, digest, values = {}, {}, {}

@@ -29,7 +29,7 @@ from joma.watch.audit import NOT_FINITE_REMEDY, Audit, audit_series
 from joma.watch.loading import ONLY_WEIGHTS, default_text, encode, load, quiet
 from joma.watch.recorder import LOWER_MATRIX
 from joma.watch.sdpa import attention
-from joma.watch.series import Checkpoint, Checkpoints, Fault, Measure, Store
+from joma.watch.series import Checkpoints, Fault, LazyCheckpoint, Measure, Store
 from joma.watch.weight_files import Unreadable
 
 EMBEDDING = re.compile(  # the token embedding, as the architectures name it
@@ -103,7 +103,7 @@ def read_text(file: Path) -> str:
         raise InputError("text", "a file of UTF-8 text", got, "convert it, or give another") from None
 
 
-def measure_weights(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+def measure_weights(checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
     """Measure the stable ranks of the MLPs' lower matrices and the cosines between token embeddings.
 
     One matrix at a time is in memory; of the embeddings only evenly spaced spans of rows are read.
@@ -120,12 +120,12 @@ def measure_weights(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
         values["embedding_random"] = cosines.random.numpy()
     if not lower and not embeddings:
         got = f"{', '.join(checkpoint.names()[:4])} …"
-        remedy = "read them yourself with `Checkpoint.tensor`"
+        remedy = "read them yourself with `joma.watch.Checkpoints`"
         raise Unreadable(checkpoint.name, "weights with the names of a Transformer's", got, remedy, must="have")
     return values
 
 
-def _finite(checkpoint: Checkpoint, name: str, values: Float[Tensor, "row column"]) -> Float[Tensor, "row column"]:
+def _finite(checkpoint: LazyCheckpoint, name: str, values: Float[Tensor, "row column"]) -> Float[Tensor, "row column"]:
     """Return `values` if all are finite; the audit has looked at a sample only."""
     if not bool(values.isfinite().all()):
         got = f"NaN or infinities in {name}"
@@ -141,7 +141,7 @@ def _natural_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _sample_rows(checkpoint: Checkpoint, name: str) -> Float[Tensor, "row dim"]:
+def _sample_rows(checkpoint: LazyCheckpoint, name: str) -> Float[Tensor, "row dim"]:
     """Read evenly spaced spans of rows: few reads and few bytes of what may be the largest matrix."""
     height, width = checkpoint.shape(name)
     spans = min(SPANS, -(-height // SPAN_ROWS))
@@ -151,7 +151,7 @@ def _sample_rows(checkpoint: Checkpoint, name: str) -> Float[Tensor, "row dim"]:
     return torch.cat(parts).float().reshape(-1, width)
 
 
-def _attention_measure(first: Checkpoint, text: str) -> Measure:
+def _attention_measure(first: LazyCheckpoint, text: str) -> Measure:
     """Return the measure that runs each model on `text`, encoded by the tokenizer of the first sound checkpoint."""
     with quiet():
         tokens = encode(text, first.folder(weights=False), first.name, length=LENGTH, count=SEQUENCES)
@@ -160,7 +160,7 @@ def _attention_measure(first: Checkpoint, text: str) -> Measure:
     return Measure("attention", 1, lambda checkpoint: measure_attention(checkpoint, tokens), options)
 
 
-def measure_attention(checkpoint: Checkpoint, tokens: Int[Tensor, "sequence position"]) -> dict[str, np.ndarray]:
+def measure_attention(checkpoint: LazyCheckpoint, tokens: Int[Tensor, "sequence position"]) -> dict[str, np.ndarray]:
     """Measure the attention entropy by layer and head, and the cosines between hidden vectors at each depth.
 
     An encoder-decoder reads `tokens` on both sides; its hidden vectors form two sequences of depths and are left out.

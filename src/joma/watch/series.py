@@ -66,7 +66,7 @@ class Fault:
         return f"{self.message}; {self.remedy}."
 
 
-class Checkpoint:
+class LazyCheckpoint:
     """A checkpoint of a series: its training step and its tensors, which are read on demand.
 
     Attributes:
@@ -87,7 +87,7 @@ class Checkpoint:
         self._entries, self._folder = entries, folder
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.name!r}, step={self.step})"
+        return f"LazyCheckpoint({self.name!r}, step={self.step})"
 
     @cached_property
     def entries(self) -> Mapping[str, FileEntry]:
@@ -150,13 +150,13 @@ class Checkpoint:
         return self._file_of(name).part(name, start, stop)
 
 
-class Checkpoints(Sequence[Checkpoint]):
+class Checkpoints(Sequence[LazyCheckpoint]):
     r"""A series of checkpoints in training order, read lazily.
 
     A folder has one subfolder per checkpoint (`step1000`, or `checkpoint-1000` as the Hugging Face Trainer names them),
     each with `model.safetensors`, shards and their index, or `pytorch_model.bin`. On the hub each revision is a
     checkpoint. A folder or a repository that holds a single model is a series of one. Every iteration creates new
-    `Checkpoint` objects, so that nothing of the earlier ones stays in memory.
+    `LazyCheckpoint` objects, so that nothing of the earlier ones stays in memory.
 
     Args:
         source: a folder, or a repository on the hub such as "EleutherAI/pythia-70m".
@@ -215,12 +215,12 @@ class Checkpoints(Sequence[Checkpoint]):
             return [self._checkpoint(*member) for member in self._members[index]]
         return self._checkpoint(*self._members[index])
 
-    def __iter__(self) -> Iterator[Checkpoint]:
+    def __iter__(self) -> Iterator[LazyCheckpoint]:
         return (self._checkpoint(*member) for member in self._members)
 
-    def _checkpoint(self, step: int, name: str) -> Checkpoint:
+    def _checkpoint(self, step: int, name: str) -> LazyCheckpoint:
         entries, folder = partial(self._location.entries, name), partial(self._location.folder, name)
-        return Checkpoint(name, step, entries=entries, folder=folder, counter=self.counter)
+        return LazyCheckpoint(name, step, entries=entries, folder=folder, counter=self.counter)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -244,7 +244,7 @@ class Checkpoints(Sequence[Checkpoint]):
         store: Store | None = None,
         leave_out: Iterable[str] = (),
         progress: Progress = SILENT,
-    ) -> Iterator[tuple[Checkpoint, dict[str, np.ndarray] | InputError]]:
+    ) -> Iterator[tuple[LazyCheckpoint, dict[str, np.ndarray] | InputError]]:
         """Yield each checkpoint with its measurement, or with the error if it cannot be read.
 
         Args:
@@ -321,7 +321,7 @@ class Measure:
 
     name: str
     version: int
-    function: Callable[[Checkpoint], dict[str, np.ndarray]]
+    function: Callable[[LazyCheckpoint], dict[str, np.ndarray]]
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -331,12 +331,12 @@ class Store:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
 
-    def _file(self, checkpoint: Checkpoint, measure: Measure) -> Path:
+    def _file(self, checkpoint: LazyCheckpoint, measure: Measure) -> Path:
         key = [checkpoint.identity, measure.name, measure.version, dict(measure.options)]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{measure.name.replace(' ', '-')}-{digest[:32]}.safetensors"
 
-    def get(self, checkpoint: Checkpoint, measure: Measure) -> dict[str, np.ndarray] | None:
+    def get(self, checkpoint: LazyCheckpoint, measure: Measure) -> dict[str, np.ndarray] | None:
         """Return the stored measurement, or None if there is none or its file is damaged."""
         from safetensors import SafetensorError
         from safetensors.numpy import load
@@ -349,7 +349,7 @@ class Store:
         except OSError as cause:  # a file where the folder should be, or a file without read permission
             raise storage_error(file, cause) from None
 
-    def put(self, checkpoint: Checkpoint, measure: Measure, values: Mapping[str, np.ndarray]) -> None:
+    def put(self, checkpoint: LazyCheckpoint, measure: Measure, values: Mapping[str, np.ndarray]) -> None:
         """Store a measurement."""
         from safetensors.numpy import save
 
@@ -357,7 +357,7 @@ class Store:
         write_bytes(self._file(checkpoint, measure), content)
 
 
-def _measure_or_load(store: Store | None, checkpoint: Checkpoint, measure: Measure) -> dict[str, np.ndarray]:
+def _measure_or_load(store: Store | None, checkpoint: LazyCheckpoint, measure: Measure) -> dict[str, np.ndarray]:
     values = store.get(checkpoint, measure) if store else None
     if values is None:
         values = measure.function(checkpoint)
