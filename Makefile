@@ -1,54 +1,64 @@
 # make run: every study at its quick preset, then one HTML report. make test: all tests. make check: what CI runs.
 PYTHON ?= python3
 OUT ?= runs
-BIN := .venv/bin
-# pip needs the constraints on every install: an unpinned torch brings gigabytes of CUDA.
+# Another build of torch, in an environment of its own: make check VENV=.venv-torch TORCH=2.11.0
+VENV ?= .venv
+TORCH ?=
+BIN := $(VENV)/bin
+# pip needs the constraints on every install: an unpinned torch would be the newest, whatever was tested.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 export MPLBACKEND := agg
 
-.PHONY: run test check lint types contracts format benchmark clean
+.PHONY: run test check lint types contracts format reference benchmark clean
 
-run: .venv/installed
+run: $(VENV)/installed
 	@$(BIN)/joma run --out $(OUT) || test $$? -eq 1
 	@echo "The report:"
 	@$(BIN)/joma report $(OUT)
 
-test: .venv/developed
+test: $(VENV)/developed
 	$(BIN)/python -m pytest -n auto --dist worksteal -q
 
 check: lint types contracts test
 
-lint: .venv/developed
+lint: $(VENV)/developed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: .venv/developed
-	$(BIN)/pyright
+types: $(VENV)/developed
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
-contracts: .venv/developed
+contracts: $(VENV)/developed
 	$(BIN)/lint-imports --no-cache
 
-format: .venv/developed
+format: $(VENV)/developed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-benchmark: .venv/developed
+reference: $(VENV)/developed
+	$(BIN)/python docs/make_reference.py
+
+benchmark: $(VENV)/developed
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis
 
-.venv/bin/python:
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "joma needs Python 3.11 or newer, got $$($(PYTHON) --version); try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
-.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "Installing into .venv (the first time takes a minute or two) …"
-	@$(PIP) install --constraint constraints.txt --editable '.[hf]'
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing into $(VENV) (the first time takes a minute or two) …"
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[hf]'
 	@touch $@
 
-.venv/developed: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "Installing into .venv (the first time takes a minute or two) …"
-	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
-	@touch $@ .venv/installed
+$(VENV)/developed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing into $(VENV) (the first time takes a minute or two) …"
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@ $(VENV)/installed

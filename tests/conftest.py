@@ -16,7 +16,9 @@ from jaxtyping import install_import_hook
 if not torch.cuda.is_available():
     install_import_hook("joma", "typechecker.check")
 
-# Examples are drawn anew in every run, but for CI, where a change is judged and not the luck of the draw.
-fixed = bool(os.environ.get("CI"))
-settings.register_profile("joma", deadline=None, derandomize=fixed, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in every run, everywhere: a test judges the code, not the luck of the draw. Fresh examples are drawn
+# with `--hypothesis-profile=fresh`.
+options = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("joma", derandomize=True, **options)
+settings.register_profile("fresh", derandomize=False, print_blob=True, **options)
 settings.load_profile("joma")

@@ -154,8 +154,8 @@ def test_set_parses_switches_and_lists_that_may_be_none_or_empty(tmp_path, capsy
         (["run", "--set", "points=1"], "`points` must be at least 2, got 1; use more points."),
         (["run", "--set", "slope=nan"], "`slope` must be finite, got nan; give a finite number."),
         (["run", "--set", "levels=1,inf"], "`levels` must be finite, got inf"),
-        (["run", "--device", "cuda"], "`--device` must be a device that is there"),
-        (["judge", "nowhere"], "no finished run below nowhere; give the folder that runs were stored under"),
+        (["run", "--device", "cuda"], "`--device` must be an available device"),
+        (["judge", "nowhere"], "no finished run below nowhere; give the folder that runs are stored in"),
         (["report", "nowhere"], "no finished run below nowhere; run `joma run --out nowhere` first."),
     ],
 )

@@ -11,9 +11,9 @@ from .claim import near as near
 from .claim import select as select
 from .context import Arms as Arms
 from .context import Context as Context
-from .execute import Drawing as Drawing
-from .execute import Outcome as Outcome
-from .execute import Preset as Preset
-from .execute import Study as Study
-from .execute import execute as execute
-from .execute import judge as judge
+from .execution import Drawing as Drawing
+from .execution import Outcome as Outcome
+from .execution import Preset as Preset
+from .execution import Study as Study
+from .execution import execute as execute
+from .execution import judge as judge
