@@ -12,7 +12,7 @@ import xarray as xr
 from safetensors.torch import load_file, save_file
 
 from joma.arguments import InputError
-from joma.cli import changed
+from joma.cli import config_with
 from joma.progress import Task
 from joma.studies import pretrained
 from joma.studies.pretrained import CLAIMS, STUDY, Config
@@ -132,8 +132,8 @@ def test_all_checkpoints_of_a_folder_are_probed_unless_revisions_are_given(folde
     assert all_steps.step.values.tolist() == trajectory.step.values.tolist()
     assert all_steps.left_out.values.tolist() == [[0]]
     assert pretrained.run(replace(config, revisions=()), context).identical(all_steps)
-    assert changed(STUDY, "quick", ("revisions=",)).revisions == ()
-    assert changed(STUDY, "paper", ("revisions=step0,step8",)).revisions == ("step0", "step8")
+    assert config_with(STUDY, "quick", ("revisions=",)).revisions == ()
+    assert config_with(STUDY, "paper", ("revisions=step0,step8",)).revisions == ("step0", "step8")
 
 
 def test_faults_are_warned_of_with_names_and_remedies_and_stored(folder, tmp_path):

@@ -11,7 +11,7 @@ from torch import nn
 
 from joma import noise
 from joma.arguments import InputError
-from joma.cli import changed
+from joma.cli import config_with
 from joma.models.transformer import Decoder
 from joma.probes.entropy import shannon_entropy
 from joma.studies import load
@@ -262,7 +262,7 @@ def test_papers_text_is_one_that_the_hub_knows():
 def test_one_adam_throughout_can_be_asked_for(text):
     """By `--set restart=False`; it is the same within the first epoch, and another training from the second on."""
     short = dataclasses.replace(text, train=text.train[:, : 8 * 2 + 1])  # an epoch of two windows
-    asked = [changed(load("entropy-text"), "quick", (f"restart={value}",)).restart for value in (True, False)]
+    asked = [config_with(load("entropy-text"), "quick", (f"restart={value}",)).restart for value in (True, False)]
     assert asked == [True, False]
     afresh, throughout = [
         train(dataclasses.replace(SMALL, restart=restart, every=1), CONTEXT, short, layers=1, label="x").valid_loss
