@@ -19,9 +19,9 @@ import torch
 from benchmarks import Row
 from joma.data.addition import ceiling
 from joma.progress import Progress, Task
-from joma.studies import execute, load
-from joma.studies.symmetry import addition, addition_training
-from joma.study import Context, Outcome
+from joma.studies import load
+from joma.studies.symmetry import addition
+from joma.study import Context, Outcome, execute
 
 MAX_SECONDS = 30  # of the permutation table
 MAX_MINUTES, MAX_GIB = 15, 100  # of addition on CUDA
@@ -72,17 +72,17 @@ class Clock(Progress):
         yield work
         torch.cuda.synchronize()
         ended, memory = time.perf_counter(), torch.cuda.max_memory_reserved() / 2**30
-        at = addition_training.moments(self.config)
+        at = addition.record_steps(self.config)
         stamps = np.array([work.times[step] for step in at[:-1]])  # no step follows the last record
-        a_step, a_record = np.polyfit(np.diff(at[:-1]), np.diff(stamps), 1)
-        last = ended - stamps[-1] - a_step * (at[-1] - at[-2])
-        records = len(addition_training.moments(replace(self.config, steps=PAPER.steps)))
-        full = stamps[0] - start + a_step * PAPER.steps + a_record * (records - 2) + last
+        step_time, record_time = np.polyfit(np.diff(at[:-1]), np.diff(stamps), 1)
+        last = ended - stamps[-1] - step_time * (at[-1] - at[-2])
+        records = len(addition.record_steps(replace(self.config, steps=PAPER.steps)))
+        full = stamps[0] - start + step_time * PAPER.steps + record_time * (records - 2) + last
         self.taken, self.expected = self.taken + ended - start, self.expected + full
         self.memory = max(self.memory, memory)
         print(
             f"  {label}: {ended - start:.1f} s for {total} steps; start {stamps[0] - start:.1f} s, "
-            f"a step {1e3 * a_step:.2f} ms, a record {a_record:.2f} s, the last {last:.2f} s; "
+            f"a step {1e3 * step_time:.2f} ms, a record {record_time:.2f} s, the last {last:.2f} s; "
             f"{PAPER.steps} steps: {full:.1f} s; {memory:.1f} GiB",
             flush=True,
         )

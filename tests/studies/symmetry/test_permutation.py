@@ -10,7 +10,19 @@ import torch
 from joma.arguments import InputError
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.studies import load
-from joma.studies.symmetry.permutation import CLAIMS, KINDS, STUDY, TABLE, Config, cells, draw_cells, draw_table, run
+from joma.studies.symmetry.permutation import (
+    CLAIMS,
+    KINDS,
+    MAX_INVARIANT,
+    MIN_BROKEN,
+    STUDY,
+    TABLE,
+    Config,
+    cells,
+    draw_cells,
+    draw_table,
+    run,
+)
 from joma.study import Context
 
 SMALL = Config(width=8, length=4, vocabulary=6, sequences=2, inputs=8)
@@ -35,20 +47,20 @@ def test_the_table_is_as_the_theorem_says(trajectory):
 
 def test_every_cell_is_of_one_kind(trajectory):
     stacked = trajectory.largest.stack(cell=tuple(TABLE))
-    found = [tuple(index) for kind in KINDS for index in cells(trajectory, kind).cell.values]
-    assert sorted(found, key=repr) == sorted((tuple(index) for index in stacked.cell.values), key=repr)
+    by_kind = [tuple(index) for kind in KINDS for index in cells(trajectory, kind).cell.values]
+    assert sorted(by_kind, key=repr) == sorted((tuple(index) for index in stacked.cell.values), key=repr)
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
-def test_one_cell_on_the_wrong_side_is_seen(trajectory, claim):
-    kind = dict(zip((each.name for each in CLAIMS), KINDS, strict=True))[claim.name]
+def test_one_cell_beyond_the_threshold_makes_a_claim_fail(trajectory, claim):
+    kind = list(KINDS)[CLAIMS.index(claim)]
     cell = dict(zip(TABLE, cells(trajectory, kind).cell.values[-1], strict=True))
-    spoilt = trajectory.largest.copy()
-    spoilt.loc[{"seed": 1, **cell}] = 1e-5  # above what an invariant cell may be, below what a broken one must
-    assert claim.judge(trajectory.assign(largest=spoilt), "quick")["verdict"] == "does not hold"
+    gaps = trajectory.largest.copy()
+    gaps.loc[{"seed": 1, **cell}] = 1e-5  # too much for an invariant cell, too little for a broken one
+    assert claim.judge(trajectory.assign(largest=gaps), "quick")["verdict"] == "does not hold"
 
 
-def test_a_cell_is_a_decoder_of_its_parts(trajectory):
+def test_a_cell_is_measured_on_the_decoder_that_its_labels_describe(trajectory):
     """One cell of seed 1 by a loop over permutations."""
     common = {"vocabulary": 6, "width": 8, "heads": 2, "length": 4, "layers": 2, "mask": "causal"}
     model = Decoder(
@@ -60,13 +72,13 @@ def test_a_cell_is_a_decoder_of_its_parts(trajectory):
     with torch.no_grad():
         for row in ([0, 1, 2, 3], [1, 2, 3, 4]):
             orders = torch.tensor([[*order, row[-1]] for order in itertools.permutations(row[:-1])])
-            y = model(orders)[0, :, -1]
-            changes.append((y - y[0]).norm(dim=-1))
+            logits = model(orders)[0, :, -1]
+            changes.append((logits - logits[0]).norm(dim=-1))
     cell = {"seed": 1, "positions": "rotary", "mask": "causal", "layers": 2, "residual": "off", "norm": "post"}
-    found = trajectory.sel(cell)
+    measured = trajectory.sel(cell)
     change = torch.stack(changes)
-    np.testing.assert_allclose(found.largest * found.spread, change.max(), rtol=1e-10)
-    np.testing.assert_allclose(found["mean"] * found.spread, change.mean(), rtol=1e-10)
+    np.testing.assert_allclose(measured.largest * measured.spread, change.max(), rtol=1e-10)
+    np.testing.assert_allclose(measured["mean"] * measured.spread, change.mean(), rtol=1e-10)
 
 
 def test_seeds_do_not_depend_on_their_neighbours(trajectory):
@@ -75,23 +87,54 @@ def test_seeds_do_not_depend_on_their_neighbours(trajectory):
     np.testing.assert_allclose(alone.largest[0], trajectory.largest.sel(seed=1), rtol=1e-9, atol=1e-10)
 
 
-def test_it_is_drawn_from_the_dataset_alone(trajectory):
-    table = draw_table(trajectory)
-    assert len(table.axes) == 2
-    shown = [label.get_text() for label in table.axes[0].texts]
-    assert sum(text.startswith("-1") for text in shown) == 24  # 18 with a full mask, 6 with one causal layer
-    assert len(draw_cells(trajectory).axes) == 2
+def test_the_table_shows_the_worst_seed_of_every_cell(trajectory):
+    panel, colourbar = draw_table(trajectory).axes
+    assert colourbar.get_ylabel() == "log₁₀ of the largest change / spread"
+    rows = ["none, full", "none, causal", "sinusoidal, full", "sinusoidal, causal"]
+    assert [label.get_text() for label in panel.get_yticklabels()][:4] == rows
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["pre", "post", "none"] * 6
+    texts = [text.get_text() for text in panel.texts]
+    assert texts[144:] == [
+        "residual on", "1 layer", "residual off", "residual on", "2 layers", "residual off", "residual on", "4 layers",
+        "residual off",
+    ]  # fmt: skip
+    image = np.asarray(panel.images[0].get_array())
+    invariant = np.zeros((8, 18), bool)
+    invariant[0], invariant[1, :6] = True, True  # full mask: 18 cells; one causal layer: 6
+    largest = trajectory.largest.stack(row=("positions", "mask"), column=("layers", "residual", "norm"))
+    largest = largest.transpose("seed", "row", "column").values
+    worst = np.where(invariant, largest.max(0).clip(1e-17), largest.min(0))
+    np.testing.assert_allclose(image, np.log10(worst))
+    assert [float(text) for text in texts[:144]] == pytest.approx(np.log10(worst).ravel(), abs=0.051)
+
+
+def test_every_cell_is_drawn_by_kind_with_the_thresholds(trajectory):
+    gaps, spread = draw_cells(trajectory).axes
+    assert [text.get_text() for text in gaps.get_legend().get_texts()] == list(KINDS)
+    assert [len(bars.lines[0].get_xdata()) for bars in gaps.containers] == [18, 6, 12, 108]
+    for bars, kind in zip(gaps.containers, KINDS, strict=True):
+        means = np.sort(cells(trajectory, kind).clip(1e-17).mean("seed"))
+        np.testing.assert_allclose(np.sort(bars.lines[0].get_ydata()), means)
+    thresholds = [line.get_ydata()[0] for line in gaps.lines if len(line.get_xdata()) == 2]
+    assert thresholds == [MAX_INVARIANT, MIN_BROKEN]
+    assert (gaps.get_yscale(), spread.get_yscale()) == ("log", "log")
+    assert [text.get_text() for text in spread.get_legend().get_texts()] == [
+        "residual on, norm pre", "residual off, norm pre", "residual off, norm none",
+    ]  # fmt: skip
+    expected = trajectory.spread.sel(positions="none", mask="full", residual="off", norm="none").mean("seed")
+    np.testing.assert_allclose(spread.containers[2].lines[0].get_ydata(), expected)
+    np.testing.assert_array_equal(spread.containers[2].lines[0].get_xdata(), [1, 2, 4])
 
 
 @pytest.mark.parametrize(
     "change",
     [{"length": 2}, {"vocabulary": 3}, {"sequences": 0}, {"inputs": 1}, {"width": 0}, {"heads": 3}, {"width": 2}],
 )
-def test_bad_config_is_named(change):
+def test_a_config_that_cannot_be_run_is_refused_by_field(change):
     with pytest.raises(InputError, match=f"`{next(iter(change))}`"):
         run(replace(SMALL, **change), Context((0,)))
 
 
-def test_presets_are_configs_of_this_study():
+def test_the_paper_preset_tries_all_permutations_of_six_tokens():
     assert load("permutation") is STUDY
-    assert all(isinstance(preset.config, Config) for preset in STUDY.presets.values())
+    assert STUDY.presets["paper"].config.length == 7

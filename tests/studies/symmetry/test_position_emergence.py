@@ -15,18 +15,18 @@ from joma.studies import load
 from joma.studies.symmetry import addition_training
 from joma.studies.symmetry.position_emergence import (
     CLAIMS,
-    RANDOM,
+    READOUTS,
     STUDY,
     TASKS,
     Config,
-    at_end,
-    at_random,
+    adjacency_above_null,
     draw_adjacency,
     draw_decodability,
-    neighbours,
+    readout_gain,
     run,
-    surely,
-    windows,
+    trained_readouts,
+    untrained_readouts,
+    validation_windows,
 )
 from joma.studies.text import language_training
 from joma.study import Context
@@ -42,31 +42,31 @@ def trajectory():
     return run(SMALL, Context((0, 1)))
 
 
-def made_up(**changes):
-    """A run in which all that is said holds, with the same numbers for every seed and at every step."""
+def ideal_run(**changes):
+    """A run in which every claim holds, with the same numbers for every seed and at every step."""
     seeds, steps, levels, orders = 3, 2, 4, 5
     values = {"embedding": 0.04, "readout": 0.2, "score": 0.7, "first": 0.5, "null": 0.6} | changes
-    lead = (2, seeds, steps, levels)
-    read, score = np.full(lead, values["readout"]), np.full(lead, values["score"])
-    read[..., 0], score[..., 0] = values["embedding"], values["first"]
-    null = np.full((*lead, orders), values["null"])
+    shape = (2, seeds, steps, levels)
+    decodability, scores = np.full(shape, values["readout"]), np.full(shape, values["score"])
+    decodability[..., 0], scores[..., 0] = values["embedding"], values["first"]
+    null = np.full((*shape, orders), values["null"])
     null[..., 1:] = 0.4
     variables = {
-        "decodability": (("task", "seed", "step", "level"), read),
-        "error": (("task", "seed", "step", "level"), np.full(lead, 0.01)),
-        "adjacency": (("task", "seed", "step", "level"), score),
+        "decodability": (("task", "seed", "step", "level"), decodability),
+        "error": (("task", "seed", "step", "level"), np.full(shape, 0.01)),
+        "adjacency": (("task", "seed", "step", "level"), scores),
         "null": (("task", "seed", "step", "level", "order"), null),
     }
     dims = ("task", "init", "width", "seed", "level")
-    for name in RANDOM:
-        own = (null.max(-1) if name == "null" else variables[name][1])[:, None, None, :, 0]
-        variables[f"random_{name}"] = (dims, np.tile(own, (1, len(INITS), 2, 1, 1)))
+    for name in READOUTS:
+        trained = (null.max(-1) if name == "null" else variables[name][1])[:, None, None, :, 0]
+        variables[f"random_{name}"] = (dims, np.tile(trained, (1, len(INITS), 2, 1, 1)))
     coordinates = {"task": list(TASKS), "seed": range(seeds), "step": [0, 9], "init": list(INITS), "width": [8, 16]}
     return xr.Dataset(variables, coords=coordinates).assign(chance=("task", [0.1, 0.04]))
 
 
-def verdicts(made, preset="paper"):
-    return {claim.name: claim.judge(made, preset)["verdict"] for claim in CLAIMS}
+def verdicts(run, preset="paper"):
+    return {claim.name: claim.judge(run, preset)["verdict"] for claim in CLAIMS}
 
 
 def test_both_tasks_are_measured_at_every_level_and_step(trajectory):
@@ -81,8 +81,7 @@ def test_accuracy_over_positions_is_the_accuracy(trajectory):
     np.testing.assert_allclose(trajectory.by_position.mean("position"), trajectory.decodability, rtol=1e-12)
 
 
-def test_a_model_starts_as_the_untrained_one_of_its_kind(trajectory):
-    """The trained model before its first step is that with random weights of the same law and width."""
+def test_training_starts_from_the_untrained_model_of_the_same_width_and_init(trajectory):
     start, same = trajectory.isel(step=0), {"init": SMALL.init, "width": SMALL.width}
     for name in ("decodability", "error", "adjacency"):
         np.testing.assert_array_equal(start[name], trajectory[f"random_{name}"].sel(same))
@@ -90,43 +89,43 @@ def test_a_model_starts_as_the_untrained_one_of_its_kind(trajectory):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_untrained_models_are_what_they_are_called(trajectory, task):
+def test_an_untrained_model_has_the_init_and_width_of_its_label(trajectory, task):
     """One cell by hand: seed 1, weights as in GPT-2, width 12."""
     context = Context((0, 1))
     if task == "addition":
-        tokens, types = sequences(addition_training.pairs(SMALL, context).test[:10], digits=1)[:, :-1], 12
+        tokens, types = sequences(addition_training.split_pairs(SMALL, context).test[:10], digits=1)[:, :-1], 12
     else:
         text = language_training.read_text(language_training.Setting(tokeniser="bytes", length=6, batch=4), context)
         tokens, types = text.valid[:1, :60].reshape(10, 6), text.types
-    parts = DecoderConfig(types, 12, 2, 2, activation="gelu", init="small")
-    model = Decoder(parts, generators=[torch.Generator().manual_seed(1)])
+    config = DecoderConfig(types, 12, 2, 2, activation="gelu", init="small")
+    model = Decoder(config, generators=[torch.Generator().manual_seed(1)])
     with torch.no_grad():
         states = torch.stack(model.activations(tokens, ["residual"])["residual"])[:, 0]
-    found = at_random(trajectory, task).sel(seed=1)
-    np.testing.assert_allclose(found.decodability, position_decodability(states).accuracy, atol=1e-12)
-    np.testing.assert_allclose(found.adjacency, adjacency(states[:, :5], nulls=4).score, atol=1e-9)
+    readouts = untrained_readouts(trajectory, task).sel(seed=1)
+    np.testing.assert_allclose(readouts.decodability, position_decodability(states).accuracy, atol=1e-12)
+    np.testing.assert_allclose(readouts.adjacency, adjacency(states[:, :5], nulls=4).score, atol=1e-9)
 
 
-def test_windows_are_whole_and_in_order():
+def test_validation_windows_have_the_full_length_and_are_in_order():
     text = language_training.read_text(
         language_training.Setting(tokeniser="bytes", length=7, batch=4, columns=3), Context((0,))
     )
-    found = windows(text, 5)
-    assert found.shape == (5, 7)
-    np.testing.assert_array_equal(found.flatten(), text.valid[0, :35])
+    windows = validation_windows(text, 5)
+    assert windows.shape == (5, 7)
+    np.testing.assert_array_equal(windows.flatten(), text.valid[0, :35])
     with pytest.raises(InputError, match="smaller `length`"):
-        windows(replace(text, valid=text.valid[:, :7]), 5)
+        validation_windows(replace(text, valid=text.valid[:, :7]), 5)
     with pytest.raises(InputError, match="at least 5 windows of 7 tokens to validate on, got 3"):
-        windows(replace(text, valid=text.valid[:, :8]), 5)  # one window in each of three columns
+        validation_windows(replace(text, valid=text.valid[:, :8]), 5)  # one window in each of three columns
 
 
-def test_all_that_is_said_can_hold():
-    for preset in ("quick", "paper"):
-        assert set(verdicts(made_up(), preset).values()) == {"holds"}
+@pytest.mark.parametrize("preset", ["quick", "paper"])
+def test_every_claim_can_hold(preset):
+    assert set(verdicts(ideal_run(), preset).values()) == {"holds"}
 
 
 @pytest.mark.parametrize(
-    ("change", "wrong"),
+    ("change", "failing"),
     [
         ({"embedding": 0.1}, {"embeddings-text"}),
         ({"readout": 0.08}, {f"{name}-{task}" for name in ("random", "trained") for task in TASKS}),
@@ -134,41 +133,80 @@ def test_all_that_is_said_can_hold():
         ({"first": 0.6}, {"adjacency-embeddings-text"}),
     ],
 )
-def test_what_is_wrong_is_seen(change, wrong):
-    assert {name for name, verdict in verdicts(made_up(**change)).items() if verdict == "does not hold"} == wrong
+def test_every_claim_can_fail(change, failing):
+    assert {name for name, verdict in verdicts(ideal_run(**change)).items() if verdict == "does not hold"} == failing
 
 
-def test_one_layer_decides_at_random_and_one_is_enough_when_trained():
-    made = made_up()
-    made.random_adjacency[{"init": list(INITS).index("small"), "width": -1, "level": 2}] = 0.55
-    made.adjacency[{"step": -1, "level": [1, 3]}] = 0.55
-    found = verdicts(made)
-    assert found["adjacency-random-text"] == "does not hold"
-    assert found["adjacency-trained-text"] == "holds"
-    np.testing.assert_allclose(neighbours(at_end(made, "text"))[0], [-0.05, 0.1, -0.05])
-    other = made_up()
-    other.random_adjacency[{"init": list(INITS).index("linear")}] = 0.55  # neither this law is judged nor this width
-    other.random_adjacency[{"width": 0}] = 0.55
-    assert set(verdicts(other).values()) == {"holds"}
+def test_every_untrained_layer_must_be_above_the_null_but_only_one_trained_layer():
+    run = ideal_run()
+    run.random_adjacency[{"init": list(INITS).index("small"), "width": -1, "level": 2}] = 0.55
+    run.adjacency[{"step": -1, "level": [1, 3]}] = 0.55
+    judged = verdicts(run)
+    assert judged["adjacency-random-text"] == "does not hold"
+    assert judged["adjacency-trained-text"] == "holds"
+    np.testing.assert_allclose(adjacency_above_null(trained_readouts(run, "text"))[0], [-0.05, 0.1, -0.05])
 
 
-def test_better_is_counted_in_standard_errors():
-    made = made_up(embedding=0.1, readout=0.15)
-    np.testing.assert_allclose(surely(at_random(made, "text")), 0.05 / (0.01 * 2**0.5))
+def test_only_the_widest_untrained_model_with_weights_of_gpt_2_is_judged():
+    run = ideal_run()
+    run.random_adjacency[{"init": list(INITS).index("linear")}] = 0.55
+    run.random_adjacency[{"width": 0}] = 0.55
+    assert set(verdicts(run).values()) == {"holds"}
 
 
-def test_the_widest_is_the_widest_in_whichever_order_widths_are_named(trajectory):
-    made = run(replace(SMALL, widths=(12, 8, 12)), Context((0, 1)))
-    xr.testing.assert_identical(made, trajectory)
+def test_the_readout_gain_is_in_standard_errors():
+    run = ideal_run(embedding=0.1, readout=0.15)
+    np.testing.assert_allclose(readout_gain(untrained_readouts(run, "text")), 0.05 / (0.01 * 2**0.5))
 
 
-@pytest.mark.parametrize("draw", [draw_decodability, draw_adjacency])
-def test_it_is_drawn_from_the_dataset_alone(trajectory, draw):
-    figure = draw(trajectory)
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert [title[:3] for title in titles] == ["(a)", "(b)", "(c)", "(d)"]
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels[:3] == ["embeddings", "layer 0", "layer 1"]
+def test_widths_are_sorted_and_repetitions_are_ignored(trajectory):
+    xr.testing.assert_identical(run(replace(SMALL, widths=(12, 8, 12)), Context((0, 1))), trajectory)
+
+
+LEVELS = ["embeddings", "layer 0", "layer 1"]
+
+
+def titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def curve(axes, label):
+    return next(np.asarray(line.get_ydata()) for line in axes.lines if line.get_label() == label)
+
+
+def test_decodability_is_drawn_over_training_and_by_position(trajectory):
+    figure = draw_decodability(trajectory)
+    assert titles(figure) == ["(a)  addition", "(b)  text", "(c)  addition, at the end", "(d)  text, at the end"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*LEVELS, "chance"]
+    for column, task in enumerate(TASKS):
+        over_training, by_position = figure.axes[column], figure.axes[2 + column]
+        readouts = trajectory.sel(task=task).mean("seed")
+        assert (over_training.get_xlabel(), by_position.get_xlabel()) == ("step + 1", "position")
+        np.testing.assert_allclose(curve(over_training, "layer 1"), readouts.decodability.isel(level=2))
+        expected = readouts.by_position.isel(level=2, step=-1).dropna("position")
+        np.testing.assert_allclose(by_position.lines[2].get_ydata(), expected)
+        np.testing.assert_array_equal(by_position.lines[2].get_xdata(), range(5 if task == "addition" else 6))
+        for panel in (over_training, by_position):
+            np.testing.assert_array_equal(curve(panel, "chance"), [float(readouts.chance)] * 2)
+            assert panel.get_ylim()[0] == 0
+
+
+def test_adjacency_is_drawn_over_training_and_by_width(trajectory):
+    figure = draw_adjacency(trajectory)
+    random = [f"({letter})  {task}, random weights" for letter, task in zip("cd", TASKS, strict=True)]
+    assert titles(figure) == ["(a)  addition", "(b)  text", *random]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*LEVELS, "random orders, 95 %"]
+    assert [text.get_text() for text in figure.axes[2].get_legend().get_texts()] == list(INITS)
+    assert figure.axes[0].get_ylim() == (0.25, 1.12)
+    for column, task in enumerate(TASKS):
+        scores = trajectory.sel(task=task)
+        np.testing.assert_allclose(curve(figure.axes[column], "layer 0"), scores.adjacency.isel(level=1).mean("seed"))
+        panel, last = figure.axes[2 + column], scores.isel(level=-1).mean("seed")
+        assert [label.get_text() for label in panel.get_xticklabels()] == ["8", "12"]
+        for bars, init in zip(panel.containers, INITS, strict=True):
+            np.testing.assert_allclose(bars.lines[0].get_ydata(), last.random_adjacency.sel(init=init))
+        dotted = [line.get_ydata() for line in panel.lines if line.get_linestyle() == ":"]
+        np.testing.assert_allclose(dotted, last.random_null.transpose("init", "width"))
 
 
 @pytest.mark.parametrize(
@@ -195,10 +233,11 @@ def test_it_is_drawn_from_the_dataset_alone(trajectory, draw):
         ({"tokeniser": "words"}, "tokeniser"),
     ],
 )
-def test_bad_settings_are_named(change, named):
+def test_a_config_that_cannot_be_run_is_refused_by_field(change, named):
     with pytest.raises(InputError, match=f"`{named}`"):
         run(replace(SMALL, **change), Context((0,)))
 
 
-def test_it_is_registered():
+def test_the_study_is_registered_and_has_no_field_that_it_does_not_use():
     assert load("position-emergence") is STUDY
+    assert not hasattr(STUDY.presets["quick"].config, "every")  # which is the interval of addition's records

@@ -28,7 +28,8 @@ TABLE: dict[str, tuple[Any, ...]] = {
     "norm": ("pre", "post", "none"),
 }
 ROWS, COLUMNS = ("positions", "mask"), ("layers", "residual", "norm")
-INVARIANT, BROKEN = 1e-10, 1e-2
+MAX_INVARIANT, MIN_BROKEN = 1e-10, 1e-2  # of a gap: rounding in float64, and a change that counts
+FLOOR = 1e-17  # drawn instead of smaller gaps: a gap of 0 has no logarithm
 KINDS: dict[str, dict[str, Any]] = {
     "none, full": {"positions": ["none"], "mask": ["full"]},
     "none, causal, 1 layer": {"positions": ["none"], "mask": ["causal"], "layers": [1]},
@@ -45,52 +46,53 @@ class Config:
     heads: int = 2
     vocabulary: int = 12
     length: int = 6
-    """Positions; every permutation of all but the last is tried up to 7, 100 random ones beyond."""
+    """Positions; up to 7, every permutation of all but the last is tried, beyond that 100 random ones."""
     sequences: int = 2
     inputs: int = 32
-    """Random sequences for each of these, whose spread the changes are divided by."""
+    """Random sequences for each of `sequences`; changes are divided by the spread of the logits over these."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
     """Measure the permutation gap of every cell of the table, all seeds of a cell at once."""
-    tokens, found = _tokens(config), []
-    table = [_parts(config, *cell) for cell in itertools.product(*TABLE.values())]
-    with context.progress.task("permutation", total=len(table)) as work:
-        for parts in table:
-            model = Decoder(parts, generators=context.seed_generators(), dtype=torch.float64).to(context.device)
-            found.append(permutation_gap(model, tokens, inputs=config.inputs))
-            work.advance()
+    tokens, gaps = _distinct_tokens(config), []
+    decoder_configs = [_decoder_config(config, *cell) for cell in itertools.product(*TABLE.values())]
+    with context.progress.task("permutation", total=len(decoder_configs)) as task:
+        for decoder_config in decoder_configs:
+            model = Decoder(decoder_config, generators=context.seed_generators(), dtype=torch.float64)
+            gaps.append(permutation_gap(model.to(context.device), tokens, inputs=config.inputs))
+            task.advance()
     shape, dims = [len(context.seeds), *map(len, TABLE.values())], ("seed", *TABLE)
     variables = {
-        name: (dims, torch.stack([getattr(gap, name) for gap in found], dim=-1).cpu().numpy().reshape(shape))
+        name: (dims, torch.stack([getattr(gap, name) for gap in gaps], dim=-1).cpu().numpy().reshape(shape))
         for name in ("largest", "mean", "spread")
     }
     coordinates = {"seed": list(context.seeds), **{name: list(values) for name, values in TABLE.items()}}
     return xr.Dataset(variables, coords=coordinates)
 
 
-def _tokens(config: Config) -> Int[Tensor, "sequence position"]:
-    """Return sequences of distinct tokens: as embeddings are drawn alike for all tokens, it matters not which."""
+def _distinct_tokens(config: Config) -> Int[Tensor, "sequence position"]:
+    """Return sequences of distinct tokens. Which ones does not matter: all embeddings have the same distribution."""
     length, vocabulary = whole("length", config.length, low=3), whole("vocabulary", config.vocabulary)
     if vocabulary < length:
-        raise InputError("vocabulary", f"at least the length, {length}", vocabulary, "raise it, as tokens are distinct")
+        remedy = "raise it, as the tokens of a sequence are distinct"
+        raise InputError("vocabulary", f"at least the length, {length}", vocabulary, remedy)
     return (torch.arange(whole("sequences", config.sequences))[:, None] + torch.arange(length)) % vocabulary
 
 
-def _parts(config: Config, *cell: Any) -> DecoderConfig:
-    """Return the decoder of a cell, given as one value for each name of `TABLE`."""
-    parts = dict(zip(TABLE, cell, strict=True))
+def _decoder_config(config: Config, *cell: Any) -> DecoderConfig:
+    """Return the decoder's config for a cell, which is one value for each name of `TABLE`."""
+    options = dict(zip(TABLE, cell, strict=True))
     return DecoderConfig(
         vocabulary=config.vocabulary,
         width=config.width,
         heads=config.heads,
         length=config.length,
-        **{**parts, "residual": parts["residual"] == "on"},
+        **{**options, "residual": options["residual"] == "on"},
     )
 
 
 def cells(run: xr.Dataset, kind: str) -> xr.DataArray:
-    """The largest gaps of the cells of a kind of `KINDS`, in one axis `cell` beside `seed`."""
+    """Return the largest gap of every cell of a kind of `KINDS`: [seed, cell]."""
     return run.largest.sel(KINDS[kind]).stack(cell=tuple(TABLE)).transpose("seed", "cell")
 
 
@@ -100,7 +102,7 @@ CLAIMS = (
         "Without encoding and with a full mask, the prediction does not change when earlier tokens are permuted "
         "(18 cells: the largest change over the spread).",
         lambda run: cells(run, "none, full").max("cell"),
-        at_most(INVARIANT),
+        at_most(MAX_INVARIANT),
     ),
     Claim(
         "one-causal-layer",
@@ -108,54 +110,55 @@ CLAIMS = (
         "position attends to all the others, and what it reads there are embeddings, which know no order (6 cells: "
         "the largest).",
         lambda run: cells(run, "none, causal, 1 layer").max("cell"),
-        at_most(INVARIANT),
+        at_most(MAX_INVARIANT),
     ),
     Claim(
         "causal-mask",
         "From the second layer on the causal mask alone breaks the symmetry: what is read there has seen its own past "
         "and no more (12 cells: the least of the largest changes over the spread).",
         lambda run: cells(run, "none, causal, 2 or 4").min("cell"),
-        at_least(BROKEN),
+        at_least(MIN_BROKEN),
     ),
     Claim(
         "encodings",
         "Every positional encoding breaks the symmetry, with either mask and any number of layers (108 cells: the "
         "least).",
         lambda run: cells(run, "any encoding").min("cell"),
-        at_least(BROKEN),
+        at_least(MIN_BROKEN),
     ),
 )
 
 
 def draw_table(run: xr.Dataset) -> Figure:
-    """Draw the table as a picture: the largest gap over seeds where it must be 0, the least where it must not."""
+    """Draw the table as an image: the largest gap over seeds of invariant cells, the least of the others."""
     figure, axes = canvas(1, 1, width=8.2, height=3.9)
-    invariant = run.largest.max("seed") < np.sqrt(INVARIANT * BROKEN)
-    shown = xr.where(invariant, run.largest.max("seed"), run.largest.min("seed"))
-    table = np.log10(shown.clip(1e-17).stack(row=ROWS, column=COLUMNS).transpose("row", "column"))
+    invariant = run.largest.max("seed") < np.sqrt(MAX_INVARIANT * MIN_BROKEN)
+    gaps = xr.where(invariant, run.largest.max("seed"), run.largest.min("seed"))
+    table = np.log10(gaps.clip(FLOOR).stack(row=ROWS, column=COLUMNS).transpose("row", "column"))
     image = axes[0, 0].imshow(table, cmap="cividis", vmin=-16, vmax=1, aspect="auto")
     for (row, column), value in np.ndenumerate(table.values):
+        text = f"{round(value, 1) + 0.0:.1f}"  # + 0.0: never "-0.0"
         colour = "white" if value < -7 else "black"
-        axes[0, 0].text(column, row, f"{round(value, 1) + 0.0:.1f}", ha="center", va="center", fontsize=7, color=colour)
-    _label(axes[0, 0])
+        axes[0, 0].text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
+    _label_table(axes[0, 0])
     figure.colorbar(image, ax=axes[0, 0], label="log₁₀ of the largest change / spread", pad=0.01)
     return figure
 
 
-def _label(axes: Axes) -> None:
-    """Label the rows, and the columns in three storeys: norm, residual, layers."""
+def _label_table(axes: Axes) -> None:
+    """Label the rows, and the columns on three lines: norm, residual, layers."""
     rows = [f"{positions}, {mask}" for positions, mask in itertools.product(*(TABLE[name] for name in ROWS))]
     axes.set_yticks(range(len(rows)), rows)
     norms, residuals, layers = (TABLE[name] for name in ("norm", "residual", "layers"))
     axes.set_xticks(range(len(norms) * len(residuals) * len(layers)), list(norms) * len(residuals) * len(layers))
     axes.set(xlabel="norm", ylabel="positional encoding, mask")
-    for place, (count, residual) in enumerate(itertools.product(layers, residuals)):
-        middle = (place + 0.5) * len(norms) - 0.5
+    for block, (count, residual) in enumerate(itertools.product(layers, residuals)):
+        middle = (block + 0.5) * len(norms) - 0.5
         axes.text(middle, -0.62, f"residual {residual}", ha="center", va="bottom", fontsize=8)
-        axes.axvline((place + 1) * len(norms) - 0.5, color="white", linewidth=0.8 if residual == "on" else 3)
+        axes.axvline((block + 1) * len(norms) - 0.5, color="white", linewidth=0.8 if residual == "on" else 3)
         if residual == "on":
-            word = "layer" if count == 1 else "layers"
-            axes.text(middle + len(norms) / 2, -1.1, f"{count} {word}", ha="center", va="bottom", fontsize=9)
+            unit = "layer" if count == 1 else "layers"
+            axes.text(middle + len(norms) / 2, -1.1, f"{count} {unit}", ha="center", va="bottom", fontsize=9)
     for row in range(1, len(rows)):
         axes.axhline(row - 0.5, color="white", linewidth=3 if row % len(TABLE["mask"]) == 0 else 0.8)
     axes.grid(visible=False)
@@ -164,27 +167,37 @@ def _label(axes: Axes) -> None:
 
 
 def draw_cells(run: xr.Dataset) -> Figure:
-    """Draw every cell with its spread over seeds, by what is said of it, and how far outputs move at all."""
+    """Draw every cell's gap with its range over seeds, by kind, and the spread of the logits by depth."""
     figure, axes = canvas(1, 2, width=4.1, height=2.9)
-    begin = 0
-    for place, kind in enumerate(KINDS):
-        gaps = cells(run, kind)
-        gaps = gaps.isel(cell=np.argsort(gaps.mean("seed").values))
-        measured(axes[0, 0], begin + np.arange(gaps.sizes["cell"]), gaps.clip(1e-17), place, kind)
-        begin += gaps.sizes["cell"] + 4
-    for level in (INVARIANT, BROKEN):
-        axes[0, 0].axhline(level, color="grey", linewidth=0.8)
-    axes[0, 0].set(xlabel="cells, sorted", ylabel="largest change / spread", yscale="log", title="All 144 cells")
-    axes[0, 0].set_xticks([])
-    axes[0, 0].legend(loc="center right")
-    for place, (residual, norm) in enumerate((("on", "pre"), ("off", "pre"), ("off", "none"))):
-        chosen = run.spread.sel(positions="none", mask="full", residual=residual, norm=norm)
-        measured(axes[0, 1], run.layers, chosen, place, f"residual {residual}, norm {norm}", linestyle="-")
-    axes[0, 1].set(xlabel="layers", ylabel="spread of the logits", yscale="log", title="What earlier tokens change")
-    axes[0, 1].set_xticks(TABLE["layers"])
-    axes[0, 1].legend()
+    _draw_gaps(axes[0, 0], run)
+    _draw_spread(axes[0, 1], run)
     letters(axes)
     return figure
+
+
+def _draw_gaps(axes: Axes, run: xr.Dataset) -> None:
+    """Draw the gaps of all cells, those of a kind side by side and sorted, with the thresholds of the claims."""
+    start = 0
+    for index, kind in enumerate(KINDS):
+        gaps = cells(run, kind)
+        gaps = gaps.isel(cell=np.argsort(gaps.mean("seed").values))
+        measured(axes, start + np.arange(gaps.sizes["cell"]), gaps.clip(FLOOR), index, kind)
+        start += gaps.sizes["cell"] + 4
+    for threshold in (MAX_INVARIANT, MIN_BROKEN):
+        axes.axhline(threshold, color="grey", linewidth=0.8)
+    axes.set(xlabel="cells, sorted", ylabel="largest change / spread", yscale="log", title="All 144 cells")
+    axes.set_xticks([])
+    axes.legend(loc="center right")
+
+
+def _draw_spread(axes: Axes, run: xr.Dataset) -> None:
+    """Draw the spread of the logits over random earlier tokens against depth, without encoding and with a full mask."""
+    for index, (residual, norm) in enumerate((("on", "pre"), ("off", "pre"), ("off", "none"))):
+        spread = run.spread.sel(positions="none", mask="full", residual=residual, norm=norm)
+        measured(axes, run.layers, spread, index, f"residual {residual}, norm {norm}", linestyle="-")
+    axes.set(xlabel="layers", ylabel="spread of the logits", yscale="log", title="What earlier tokens change")
+    axes.set_xticks(TABLE["layers"])
+    axes.legend()
 
 
 STUDY = Study(

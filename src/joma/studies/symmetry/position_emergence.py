@@ -21,10 +21,12 @@ from joma.models.transformer import INITS, Decoder, DecoderConfig
 from joma.probes.position import adjacency, position_decodability
 from joma.report.figure import COLOURS, band, canvas, letters, measured
 from joma.studies.symmetry import addition_training
-from joma.studies.symmetry.addition_training import FOLDS
+from joma.studies.symmetry.addition_arms import BASELINE, select_arms
+from joma.studies.symmetry.addition_training import FOLDS, AdditionSetting
+from joma.studies.symmetry.levels import draw_levels, hidden_states
 from joma.studies.text import language_training
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most
-from joma.train import Record
+from joma.train import Compute, Record
 
 TASKS = ("addition", "text")
 DIMS: dict[str, Sequence[str]] = {
@@ -35,15 +37,15 @@ DIMS: dict[str, Sequence[str]] = {
     "null": ("level", "order"),
     "accuracy": (),
 }
-RANDOM = ("decodability", "error", "adjacency", "null")  # of models that are not trained; the greatest null
-NOTHING = 0.03  # of a readout's accuracy, or of a score, above chance; the choice is ours
-SURE = 3  # standard errors by which a readout must be better; ours as well
-THEIRS = "small"  # the first weights of GPT-2, which arXiv 2501.00073 has too
+READOUTS = ("decodability", "error", "adjacency", "null")  # of untrained models; of `null` the greatest
+MAX_ABOVE_CHANCE = 0.03  # of a readout's accuracy or an adjacency score that shows nothing; the choice is ours
+MIN_STANDARD_ERRORS = 3  # by which a readout must be better; ours as well
+GPT2_INIT = "small"  # the initial weights of GPT-2, which arXiv 2501.00073 uses too
 
 
 @dataclass(frozen=True)
-class Config(addition_training.Setting):
-    """The setting of addition; the model of text has the same parts, rate and steps."""
+class Config(AdditionSetting):
+    """The setting of addition; the model of text has the same layers, learning rate and steps."""
 
     corpus: str = "python-reference"
     tokeniser: str = "basic_english"
@@ -52,13 +54,13 @@ class Config(addition_training.Setting):
     windows: int = 16
     """Windows of text in a batch."""
     records: int = 14
-    """Moments at which to record, denser early on."""
+    """Steps at which to record, denser early on."""
     asked: int = 2_000
-    """Unseen sums that are asked."""
+    """Test pairs on which exact match is measured."""
     probed: int = 256
-    """Sequences whose hidden states are read."""
+    """Sequences whose hidden states are probed."""
     compared: int = 64
-    """Of these, how many whose neighbours are compared."""
+    """How many of these adjacency is measured on."""
     nulls: int = 50
     """Random orders of the positions that adjacency is compared with."""
     widths: tuple[int, ...] = (48, 96, 192, 384)
@@ -66,30 +68,28 @@ class Config(addition_training.Setting):
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Train a model of addition and one of text, all seeds of each at once; and look at untrained ones."""
-    check(config)
-    steps = schedule.logarithmic(config.records, config.steps)
-    pairs, text = addition_training.pairs(config, context), _read_text(config, context)
-    shown = {
-        "addition": addition_training.written(config, pairs.test[: config.asked]),
-        "text": windows(text, config.probed),
-    }
-    found = [_addition(config, context, pairs.train, shown["addition"], steps), _text(config, context, text, steps)]
-    types = {"addition": len(CHARACTERS), "text": text.types}
-    read = {"addition": shown["addition"][: config.probed, :-1], "text": shown["text"]}
-    random = [untrained(config, context, types[task], read[task]) for task in TASKS]
-    made = xr.concat([own.merge(one) for own, one in zip(found, random, strict=True)], dim="task", join="outer")
-    return made.assign_coords(task=list(TASKS))
+    """Train a model of addition and one of text, all seeds of each at once, and probe untrained models of both."""
+    check_config(config)
+    pairs, text = addition_training.split_pairs(config, context), _read_text(config, context)
+    sums = addition_training.encode_pairs(config, pairs.test[: config.asked])
+    windows = validation_windows(text, config.probed)
+    trained = [_train_addition(config, context, pairs.train, sums), _train_text(config, context, text, windows)]
+    untrained = [
+        probe_untrained(config, context, len(CHARACTERS), sums[: config.probed, :-1]),
+        probe_untrained(config, context, text.types, windows),
+    ]
+    tasks = [trajectory.merge(readouts) for trajectory, readouts in zip(trained, untrained, strict=True)]
+    return xr.concat(tasks, dim="task", join="outer").assign_coords(task=list(TASKS))
 
 
-def check(config: Config) -> None:
-    """Refuse a config that cannot be run, by the name of the key that is wrong."""
-    addition_training.check(config)
+def check_config(config: Config) -> None:
+    """Raise `InputError`, naming the field, if a config cannot be run."""
+    addition_training.check_setting(config)
     lows = {"length": 3, "windows": 1, "records": 2, "asked": FOLDS, "probed": FOLDS, "compared": 1, "nulls": 1}
     for name, low in lows.items():
         whole(name, getattr(config, name), low=low)
     if not config.widths:
-        raise InputError("widths", "at least one", "none", "name the widths of models with random weights")
+        raise InputError("widths", "at least one number", "none", "name the widths of models with random weights")
     for width in config.widths:
         if whole("widths", width) % config.heads:
             raise InputError("widths", f"multiples of the {config.heads} heads", width, "change one of them")
@@ -100,119 +100,134 @@ def _read_text(config: Config, context: Context) -> language_training.Text:
     return language_training.read_text(setting, context)
 
 
-def windows(text: language_training.Text, count: int) -> Int[Tensor, "window position"]:
-    """The first windows of the validation text, whole ones alone."""
-    whole_ones = [tokens for tokens, _ in text.windows() if tokens.shape[1] == text.length]
-    if (there := sum(map(len, whole_ones))) < FOLDS:
+def validation_windows(text: language_training.Text, count: int) -> Int[Tensor, "window position"]:
+    """Return the first `count` windows of the validation text that have the full length."""
+    full = [tokens for tokens, _ in text.windows() if tokens.shape[1] == text.length]
+    if (available := sum(map(len, full))) < FOLDS:
         expected = f"a text with at least {FOLDS} windows of {text.length} tokens to validate on"
-        raise InputError("corpus", expected, there, "give a longer text or a smaller `length`")
-    return torch.cat(whole_ones)[:count]
+        raise InputError("corpus", expected, available, "give a longer text or a smaller `length`")
+    return torch.cat(full)[:count]
 
 
-def _addition(
-    config: Config, context: Context, train: Tensor, tokens: Int[Tensor, "sample position"], steps: Sequence[int]
+def _train_addition(
+    config: Config, context: Context, train_pairs: Int[Tensor, "pair 2"], tokens: Int[Tensor, "sample position"]
 ) -> xr.Dataset:
-    def record(model: Decoder, step: int) -> dict[str, Tensor]:
+    def measure(model: Decoder, step: int) -> dict[str, Tensor]:
         del step
-        known = addition_training.exact_match(model, tokens, config.digits)
-        return {"accuracy": known, **_read(config, model, tokens[: config.probed, :-1])}
+        accuracy = addition_training.exact_match(model, tokens, config.digits)
+        return {"accuracy": accuracy, **_probe(config, model, tokens[: config.probed, :-1])}
 
-    label, arm = "position-emergence, addition", addition_training.pick([addition_training.BASE], config.layers)
-    found = addition_training.train(config, context, train, arm, label=label, record=record, dims=DIMS, at=steps)
-    return _numbered(found.isel(arm=0, drop=True), tokens.shape[1] - 1)
+    trajectory = addition_training.train(
+        config,
+        context,
+        train_pairs,
+        select_arms([BASELINE], config.layers),
+        label="position-emergence, addition",
+        record=_record(config, measure),
+    )
+    return _with_positions(trajectory.isel(arm=0, drop=True), tokens.shape[1] - 1)
 
 
-def _text(config: Config, context: Context, text: language_training.Text, steps: Sequence[int]) -> xr.Dataset:
-    shown = windows(text, config.probed)
-    model = Decoder(_parts(config, text.types, config.width, config.init), generators=context.seed_generators())
+def _train_text(
+    config: Config, context: Context, text: language_training.Text, windows: Int[Tensor, "window position"]
+) -> xr.Dataset:
+    model = Decoder(
+        _decoder_config(config, text.types, config.width, config.init), generators=context.seed_generators()
+    )
 
     def loss(model: Decoder, step: Tensor) -> Float[Tensor, " seed"]:
         return model.surprisal(*text.window(step)).mean(dim=(1, 2))
 
-    def record(model: Decoder, step: int) -> dict[str, Tensor]:
+    def measure(model: Decoder, step: int) -> dict[str, Tensor]:
         del step
-        return _read(config, model, shown)
+        return _probe(config, model, windows)
 
-    measures, options = Record(record, at=steps, dims=DIMS, gradients=False), addition_training.options(config)
-    found = context.fit(model, loss, record=measures, label="position-emergence, text", **options)
-    return _numbered(found, config.length)
+    trajectory = context.fit(
+        model,
+        loss,
+        label="position-emergence, text",
+        optimiser=addition_training.optimiser(config),
+        steps=config.steps,
+        record=_record(config, measure),
+        compute=Compute(config.precision),
+    )
+    return _with_positions(trajectory, config.length)
 
 
-def _parts(config: Config, types: int, width: int, init: str) -> DecoderConfig:
-    return DecoderConfig(types, width, config.layers, config.heads, activation="gelu", init=init)
+def _record(config: Config, measure: Callable[[Decoder, int], dict[str, Tensor]]) -> Record:
+    return Record(measure, at=schedule.logarithmic(config.records, config.steps), dims=DIMS, gradients=False)
 
 
-def _read(config: Config, model: Decoder, tokens: Int[Tensor, "sample position"]) -> dict[str, Tensor]:
+def _decoder_config(config: Config, vocabulary: int, width: int, init: str) -> DecoderConfig:
+    return DecoderConfig(vocabulary, width, config.layers, config.heads, activation="gelu", init=init)
+
+
+def _probe(config: Config, model: Decoder, tokens: Int[Tensor, "sample position"]) -> dict[str, Tensor]:
     """Measure what the hidden states of each level know of their position."""
-    states = addition_training.levels(model, tokens)
+    states = hidden_states(model, tokens)
     readout = position_decodability(states, folds=FOLDS)
-    near = adjacency(states[:, :, : config.compared], nulls=config.nulls)
+    neighbours = adjacency(states[:, :, : config.compared], nulls=config.nulls)
     return {
         "decodability": readout.accuracy,
         "error": readout.spread / FOLDS**0.5,
         "by_position": readout.by_position,
-        "adjacency": near.score,
-        "null": near.null,
+        "adjacency": neighbours.score,
+        "null": neighbours.null,
     }
 
 
-def _numbered(found: xr.Dataset, positions: int) -> xr.Dataset:
-    """Number the positions, of which one task has more than the other, and note what guessing would give."""
-    return found.assign(chance=1 / positions).assign_coords(position=range(positions))
+def _with_positions(trajectory: xr.Dataset, positions: int) -> xr.Dataset:
+    """Number the positions, of which the tasks have different numbers, and add the accuracy by chance."""
+    return trajectory.assign(chance=1 / positions).assign_coords(position=range(positions))
 
 
-def untrained(config: Config, context: Context, types: int, tokens: Int[Tensor, "sample position"]) -> xr.Dataset:
-    """Read the hidden states of models with random weights, by the law of the weights and the model's width."""
-    found, widths = [], sorted({*config.widths})
+def probe_untrained(
+    config: Config, context: Context, vocabulary: int, tokens: Int[Tensor, "sample position"]
+) -> xr.Dataset:
+    """Probe models with random weights: `random_<name>` [init, width, seed, level] for each name of `READOUTS`."""
+    readouts, widths = [], sorted({*config.widths})
     for init in INITS:
         for width in widths:
-            model = Decoder(_parts(config, types, width, init), generators=context.seed_generators()).to(context.device)
-            read = _read(config, model, tokens)
-            read["null"] = read["null"].amax(dim=-1)
-            found.append(torch.stack([read[name] for name in RANDOM]).cpu())
-    values = torch.stack(found, dim=1).unflatten(1, (len(INITS), -1)).numpy()
+            decoder_config = _decoder_config(config, vocabulary, width, init)
+            model = Decoder(decoder_config, generators=context.seed_generators()).to(context.device)
+            measures = _probe(config, model, tokens)
+            measures["null"] = measures["null"].amax(dim=-1)
+            readouts.append(torch.stack([measures[name] for name in READOUTS]).cpu())
+    arrays = torch.stack(readouts, dim=1).unflatten(1, (len(INITS), -1)).numpy()
     dims, coordinates = ("init", "width", "seed", "level"), {"init": list(INITS), "width": widths}
-    variables = {f"random_{name}": (dims, own) for name, own in zip(RANDOM, values, strict=True)}
+    variables = {f"random_{name}": (dims, values) for name, values in zip(READOUTS, arrays, strict=True)}
     return xr.Dataset(variables, coords={**coordinates, "seed": list(context.seeds)})
 
 
-def surely(found: xr.Dataset) -> xr.DataArray:
-    """How much better positions are read off the last layer than off the embeddings, in standard errors over folds."""
-    low, high = found.isel(level=0), found.isel(level=-1)
+def readout_gain(readouts: xr.Dataset) -> xr.DataArray:
+    """Return by how many standard errors over folds the last layer's readout is better than the embeddings'."""
+    low, high = readouts.isel(level=0), readouts.isel(level=-1)
     return (high.decodability - low.decodability) / np.hypot(low.error, high.error)
 
 
-def at_random(run: xr.Dataset, task: str) -> xr.Dataset:
-    """What was read in the widest model with random weights as in GPT-2: names of `RANDOM`, by seed and level."""
-    found = run[[f"random_{name}" for name in RANDOM]].sel(task=task, init=THEIRS, drop=True).isel(width=-1, drop=True)
-    return found.rename({f"random_{name}": name for name in RANDOM})
+def untrained_readouts(run: xr.Dataset, task: str) -> xr.Dataset:
+    """Return the `READOUTS` [seed, level] of the widest untrained model with the initial weights of GPT-2."""
+    names = {f"random_{name}": name for name in READOUTS}
+    return run[list(names)].sel(task=task, init=GPT2_INIT, drop=True).isel(width=-1, drop=True).rename(names)
 
 
-def at_end(run: xr.Dataset, task: str) -> xr.Dataset:
-    """What was read of a trained model: names of `RANDOM`, by seed and level."""
-    found = run[list(RANDOM)].sel(task=task, drop=True).isel(step=-1, drop=True)
-    return found.assign(null=found.null.max("order", skipna=False))
+def trained_readouts(run: xr.Dataset, task: str) -> xr.Dataset:
+    """Return the `READOUTS` [seed, level] of the trained model."""
+    readouts = run[list(READOUTS)].sel(task=task, drop=True).isel(step=-1, drop=True)
+    return readouts.assign(null=readouts.null.max("order", skipna=False))
 
 
-def neighbours(found: xr.Dataset) -> xr.DataArray:
-    """The adjacency score less the greatest over random orders, for each layer."""
-    return (found.adjacency - found.null).isel(level=slice(1, None))
+def adjacency_above_null(readouts: xr.Dataset) -> xr.DataArray:
+    """Return the adjacency score less the greatest over random orders, for each layer."""
+    return (readouts.adjacency - readouts.null).isel(level=slice(1, None))
 
 
-def _for_each(
-    name: str,
-    said: str,
-    measure: Callable[..., xr.DataArray],
-    level: float,
+def _claim_for_each_task(
+    name: str, statement: str, measure: Callable[..., xr.DataArray], low: float
 ) -> tuple[Claim, ...]:
-    """The claim for either task."""
+    """Return the same claim for each task: `measure(run, task=...)` must be at least `low`."""
     return tuple(
-        Claim(
-            f"{name}-{task}",
-            f"{task.capitalize()}: {said}",
-            partial(measure, task=task),
-            at_least(level),
-        )
+        Claim(f"{name}-{task}", f"{task.capitalize()}: {statement}", partial(measure, task=task), at_least(low))
         for task in TASKS
     )
 
@@ -223,35 +238,35 @@ CLAIMS = (
         "Text: the embeddings know nothing of positions (accuracy of the readout at the end less chance; the threshold "
         "is ours).",
         lambda run: (run.decodability.isel(level=0, step=-1) - run.chance).sel(task="text", drop=True),
-        at_most(NOTHING),
+        at_most(MAX_ABOVE_CHANCE),
     ),
-    *_for_each(
+    *_claim_for_each_task(
         "random",
         "before any training, the causal mask alone puts positions into hidden states (accuracy of the readout in the "
         "widest model, weights as in GPT-2, the last layer's less the embeddings', in standard errors; that "
-        f"{SURE} will do is our choice).",
-        lambda run, task: surely(at_random(run, task)),
-        SURE,
+        f"{MIN_STANDARD_ERRORS} will do is our choice).",
+        lambda run, task: readout_gain(untrained_readouts(run, task)),
+        MIN_STANDARD_ERRORS,
     ),
-    *_for_each(
+    *_claim_for_each_task(
         "trained",
         "a trained model's hidden states know positions (accuracy of the readout at the end of training, the last "
         "layer's less the embeddings', in standard errors).",
-        lambda run, task: surely(at_end(run, task)),
-        SURE,
+        lambda run, task: readout_gain(trained_readouts(run, task)),
+        MIN_STANDARD_ERRORS,
     ),
-    *_for_each(
+    *_claim_for_each_task(
         "adjacency-random",
         "with random weights nearby hidden vectors are already more similar than distant ones, in every layer (score "
         "of the widest model, weights as in GPT-2, less the greatest over random orders; arXiv 2501.00073).",
-        lambda run, task: neighbours(at_random(run, task)).min("level"),
+        lambda run, task: adjacency_above_null(untrained_readouts(run, task)).min("level"),
         0.0,
     ),
-    *_for_each(
+    *_claim_for_each_task(
         "adjacency-trained",
         "nearby hidden vectors are more similar than distant ones in a trained model, in one layer at least (score "
         "less the greatest over random orders).",
-        lambda run, task: neighbours(at_end(run, task)).max("level", skipna=False),
+        lambda run, task: adjacency_above_null(trained_readouts(run, task)).max("level", skipna=False),
         0.0,
     ),
     Claim(
@@ -259,28 +274,23 @@ CLAIMS = (
         "Text: embeddings of nearby positions are no more similar than those of distant ones (their score less ½, at "
         "the start; the threshold is ours).",
         lambda run: run.adjacency.sel(task="text", drop=True).isel(level=0, step=0) - 0.5,
-        at_most(NOTHING),
+        at_most(MAX_ABOVE_CHANCE),
     ),
 )
 
 
-def _draw_levels(panel: Axes, run: xr.Dataset, task: str, name: str) -> None:
-    for level in range(run.sizes["level"]):
-        label = "embeddings" if level == 0 else f"layer {level - 1}"
-        band(panel, run.step + 1, run[name].sel(task=task).isel(level=level), level, label)
-    panel.set(xscale="log", xlabel="step + 1", title=task)
-
-
 def draw_decodability(run: xr.Dataset) -> Figure:
-    """Draw how well positions are read off each level: over training, and by position at the end."""
+    """Draw how well positions are decoded from each level: over training, and by position at the end."""
     figure, axes = canvas(1, 4, width=2.7, height=2.8)
-    for place, task in enumerate(TASKS):
-        _draw_levels(axes[0, place], run, task, "decodability")
+    for column, task in enumerate(TASKS):
+        over_training, by_position = axes[0, column], axes[0, 2 + column]
+        draw_levels(over_training, run.decodability.sel(task=task))
+        over_training.set_title(task)
         for level in range(run.sizes["level"]):
-            known = run.by_position.sel(task=task).isel(level=level, step=-1).dropna("position")
-            band(axes[0, 2 + place], known.position, known.transpose("seed", "position"), level)
-        axes[0, 2 + place].set(xlabel="position", title=f"{task}, at the end")
-        for panel in axes[0, place::2]:
+            accuracy = run.by_position.sel(task=task).isel(level=level, step=-1).dropna("position")
+            band(by_position, accuracy.position, accuracy.transpose("seed", "position"), level)
+        by_position.set(xlabel="position", title=f"{task}, at the end")
+        for panel in (over_training, by_position):
             panel.axhline(float(run.chance.sel(task=task)), color="grey", linewidth=0.9, label="chance")
     axes[0, 0].set_ylabel("position read off")
     for panel in axes[0]:
@@ -291,15 +301,16 @@ def draw_decodability(run: xr.Dataset) -> Figure:
 
 
 def draw_adjacency(run: xr.Dataset) -> Figure:
-    """Draw the adjacency score over training with its null, and with random weights by width and by their law."""
+    """Draw the adjacency score over training with its null, and with random weights by width and initialisation."""
     figure, axes = canvas(1, 4, width=2.7, height=2.8, sharey=True)
-    for place, task in enumerate(TASKS):
-        panel = axes[0, place]
-        _draw_levels(panel, run, task, "adjacency")
-        null = run.null.sel(task=task).stack(one=("seed", "level", "order"))
-        low, high = null.quantile([0.025, 0.975], "one").values
+    for column, task in enumerate(TASKS):
+        panel = axes[0, column]
+        draw_levels(panel, run.adjacency.sel(task=task))
+        panel.set_title(task)
+        null = run.null.sel(task=task).stack(score=("seed", "level", "order"))
+        low, high = null.quantile([0.025, 0.975], "score").values
         panel.fill_between(run.step + 1, low, high, color="grey", alpha=0.25, linewidth=0, label="random orders, 95 %")
-        _draw_random(axes[0, 2 + place], run, task)
+        _draw_untrained(axes[0, 2 + column], run, task)
     axes[0, 0].set(ylabel="share: neighbour more similar", ylim=(0.25, 1.12))
     axes[0, 2].legend(loc="upper left", ncols=3, columnspacing=0.8, handlelength=1.2)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=9)
@@ -307,20 +318,14 @@ def draw_adjacency(run: xr.Dataset) -> Figure:
     return figure
 
 
-def _draw_random(panel: Axes, run: xr.Dataset, task: str) -> None:
+def _draw_untrained(panel: Axes, run: xr.Dataset, task: str) -> None:
     """Draw the last layer's score with random weights against the width; dotted, the greatest over random orders."""
     last = run.sel(task=task).isel(level=-1)
-    for place, init in enumerate(INITS, start=1):
-        measured(
-            panel,
-            run.width,
-            last.random_adjacency.sel(init=init).transpose("width", "seed"),
-            place,
-            init,
-            linestyle="-",
-        )
+    for index, init in enumerate(INITS, start=1):
+        scores = last.random_adjacency.sel(init=init).transpose("width", "seed")
+        measured(panel, run.width, scores, index, init, linestyle="-")
         greatest = last.random_null.sel(init=init).mean("seed")
-        panel.plot(run.width, greatest, color=COLOURS[place], linestyle=":", linewidth=1)
+        panel.plot(run.width, greatest, color=COLOURS[index], linestyle=":", linewidth=1)
     panel.set(xscale="log", xlabel="width", title=f"{task}, random weights")
     panel.set_xticks(run.width.values, [str(width) for width in run.width.values])
     panel.minorticks_off()
