@@ -24,41 +24,41 @@ BIASES = {
     "equal": [[0.9, 0.4, 0.2], [-0.1, 0.4, 0.6]],  # p_{β|0}(c) of the two branches: ρ_0 = 0.4 in both
     "unequal": [[0.9, 0.9, 0.9], [-0.9, -0.9, -0.9]],  # a rare branch and a common one
 }
-FOLLOWED = 1  # a token of the rare branch, with companions at every height
-BINARY = (1, 2, 2, 2)  # one child of the root and heights 1 to 3 below it, for the limit
-NEAR = 1e-8  # 1 − ρ where the limit counts as reached
+FOLLOWED = 1  # a token of the rare branch; its common ancestors with other tokens are at every height
+BINARY = (1, 2, 2, 2)  # children at each depth, for the limit: one child of the root, and heights 1 to 3 below it
+LIMIT_GAP = 1e-8  # 1 − ρ at which the closed form is compared with its limit
 PAIR = ("token", "given")
 
 
 @dataclass(frozen=True)
 class Config:
-    """The parameters at which trees are sampled, and how much."""
+    """The parameters at which trees are sampled, and the number of samples."""
 
     samples: int = 50_000
     """Sequences for each seed and each value of a parameter."""
     trees: int = 10
-    """Random trees for each seed, of at most 12 tokens and 20 nodes, that are enumerated."""
+    """Random trees for each seed, of at most 12 tokens and 20 nodes, whose states are enumerated."""
     rhos: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
     """Values of ρ at which the tree with equal ρ_0 is sampled."""
     rho: float = 0.9
-    """Where equal and unequal ρ_0 are compared."""
+    """Value of ρ at which equal and unequal ρ_0 are compared."""
     c: tuple[float, ...] = (0.0, 1.0, 4.0)
     """Ratios (1 − ρ_0)/(1 − ρ) at which the approach to the limit is sampled."""
     gaps: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01)
-    """Values of 1 − ρ at which it is sampled."""
+    """Values of 1 − ρ at which that approach is sampled."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
     """Sample the trees and enumerate random ones, seed by seed, beside the closed form and its limit."""
-    predicted, drawn = _predicted(config), []
-    with context.progress.task("cooccurrence", total=len(context.seeds)) as work:
+    predicted, seeds = _predict(config), []
+    with context.progress.task("cooccurrence", total=len(context.seeds)) as task:
         for generator in context.seed_generators():
-            drawn.append(_drawn(config, generator))
-            work.advance()
-    return predicted.merge(xr.concat(drawn, dim=xr.Variable("seed", list(context.seeds))))
+            seeds.append(_sample(config, generator))
+            task.advance()
+    return predicted.merge(xr.concat(seeds, dim=xr.Variable("seed", list(context.seeds))))
 
 
-def _predicted(config: Config) -> xr.Dataset:
+def _predict(config: Config) -> xr.Dataset:
     """Compute the closed forms of all that is sampled, curves between them, and the limits."""
     rhos, c, gaps = _grids(config)
     fine_rho, fine_gap, fine_c = np.linspace(0.01, 0.99, 50), np.geomspace(1e-4, 0.5, 60), np.linspace(0, 4, 17)
@@ -66,11 +66,11 @@ def _predicted(config: Config) -> xr.Dataset:
     return xr.Dataset(
         {
             "common_height": (PAIR, DEPTH - hierarchy.common_depth(_tree("equal", 0.5).parents)),
-            "closed": (("rho", *PAIR), np.stack([_closed(_tree("equal", rho)) for rho in rhos])),
-            "curve": (("fine_rho", *PAIR), np.stack([_closed(_tree("equal", rho)) for rho in fine_rho])),
-            "compared": (("bias", *PAIR), np.stack([_closed(_tree(bias, config.rho)) for bias in BIASES])),
-            "approach": (("c", "fine_gap", "height"), _near_one(height, fine_gap[:, None], c[:, None, None])),
-            "reached": (("fine_c", "height"), _near_one(height, NEAR, fine_c[:, None])),
+            "closed": (("rho", *PAIR), np.stack([_closed_form(_tree("equal", rho)) for rho in rhos])),
+            "curve": (("fine_rho", *PAIR), np.stack([_closed_form(_tree("equal", rho)) for rho in fine_rho])),
+            "compared": (("bias", *PAIR), np.stack([_closed_form(_tree(bias, config.rho)) for bias in BIASES])),
+            "approach": (("c", "fine_gap", "height"), _near_limit(height, fine_gap[:, None], c[:, None, None])),
+            "reached": (("fine_c", "height"), _near_limit(height, LIMIT_GAP, fine_c[:, None])),
             "limit": (("fine_c", "height"), hierarchy.cooccurrence_limit(height, DEPTH, fine_c[:, None])),
         },
         {
@@ -86,13 +86,15 @@ def _predicted(config: Config) -> xr.Dataset:
     )
 
 
-def _drawn(config: Config, generator: torch.Generator) -> xr.Dataset:
-    """Sample every tree and enumerate random ones, for one seed."""
-    rhos, c, gaps = _grids(config)
+def _sample(config: Config, generator: torch.Generator) -> xr.Dataset:
+    """Sample every tree, and enumerate random ones, for one seed."""
+    rhos, ratios, gaps = _grids(config)
     samples, number = whole("samples", config.samples, low=1000), whole("trees", config.trees)
-    counts = np.stack([_together(_tree("equal", rho), samples, generator) for rho in rhos])
-    compared = np.stack([_together(_tree(bias, config.rho), samples, generator) for bias in BIASES])
-    approach = np.array([[_by_height(_chain(gap, ratio), samples, generator) for gap in gaps] for ratio in c])
+    counts = np.stack([_count_pairs(_tree("equal", rho), samples, generator) for rho in rhos])
+    compared = np.stack([_count_pairs(_tree(bias, config.rho), samples, generator) for bias in BIASES])
+    approach = np.array(
+        [[_frequency_by_height(_chain(gap, ratio), samples, generator) for gap in gaps] for ratio in ratios]
+    )
     trees = [HBLT.random(generator=generator) for _ in range(number)]
     return xr.Dataset(
         {
@@ -101,12 +103,13 @@ def _drawn(config: Config, generator: torch.Generator) -> xr.Dataset:
             "compared_frequency": (("bias", *PAIR), _conditional(compared)),
             "approach_frequency": (("c", "gap", "height"), approach),
             "nodes": ("tree", np.array([tree.parents.size for tree in trees])),
-            "error": ("tree", np.array([np.abs(_closed(tree) - _enumerated(tree)).max() for tree in trees])),
+            "error": ("tree", np.array([np.abs(_closed_form(tree) - _enumerate(tree)).max() for tree in trees])),
         }
     )
 
 
 def _grids(config: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return `rhos`, `c` and `gaps` of the config, checked."""
     rhos = real("rhos", list(config.rhos), ndim=1, low=0.0, high=0.99)
     gaps = real("gaps", list(config.gaps), ndim=1, low=1e-3, high=1.0)
     c = real("c", list(config.c), ndim=1, low=0.0, high=2 / gaps.max())  # ρ_0 = 1 − c (1 − ρ) is at least −1
@@ -121,77 +124,81 @@ def _chain(gap: float, ratio: float) -> HBLT:
     return HBLT.regular(BINARY, p0=[1.0], p_child=[[1 - ratio * gap]], rho=1 - gap)
 
 
-def _closed(tree: HBLT) -> np.ndarray:
+def _closed_form(tree: HBLT) -> np.ndarray:
     return hierarchy.cooccurrence_matrix(tree.parents, tree.p0, tree.p_child, tree.rho)
 
 
-def _enumerated(tree: HBLT) -> np.ndarray:
+def _enumerate(tree: HBLT) -> np.ndarray:
     return hierarchy.enumerate_cooccurrence(tree.parents, tree.p0, tree.p_child, tree.rho)
 
 
-def _near_one(height: np.ndarray, gap: np.ndarray | float, ratio: np.ndarray) -> np.ndarray:
+def _near_limit(height: np.ndarray, gap: np.ndarray | float, ratio: np.ndarray) -> np.ndarray:
+    """Return P[l | m] at 1 − ρ = `gap` and 1 − ρ_0 = `ratio * gap`."""
     return hierarchy.cooccurrence(height, DEPTH, gap, ratio * gap, complement=True)
 
 
-def _together(tree: HBLT, samples: int, generator: torch.Generator) -> np.ndarray:
-    """Count the sequences that hold tokens `l` and `m`, [l, m]; the diagonal counts those that hold one."""
+def _count_pairs(tree: HBLT, samples: int, generator: torch.Generator) -> np.ndarray:
+    """Sample sequences and count those with both tokens `l` and `m`, [l, m]; on the diagonal, those with one token."""
     token = tree.sample(samples, generator=generator).token.numpy().astype(np.float64)
     return token.T @ token
 
 
 def _conditional(counts: np.ndarray) -> np.ndarray:
+    """Return the frequency of `l` among the sequences with `m`, [..., l, m]."""
     return counts / np.diagonal(counts, axis1=-2, axis2=-1)[..., None, :]
 
 
-def _by_height(tree: HBLT, samples: int, generator: torch.Generator) -> np.ndarray:
-    """Frequency of `l` given `m`, all pairs of a height counted together, for heights 1 to DEPTH − 1."""
-    counts = _together(tree, samples, generator)
-    heights, once = DEPTH - hierarchy.common_depth(tree.parents), np.broadcast_to(np.diagonal(counts), counts.shape)
-    return np.array([counts[heights == h].sum() / once[heights == h].sum() for h in range(1, DEPTH)])
+def _frequency_by_height(tree: HBLT, samples: int, generator: torch.Generator) -> np.ndarray:
+    """Return the sampled frequency of `l` given `m`, all pairs of a height pooled, for heights 1 to DEPTH − 1."""
+    counts = _count_pairs(tree, samples, generator)
+    heights = DEPTH - hierarchy.common_depth(tree.parents)
+    given = np.broadcast_to(np.diagonal(counts), counts.shape)
+    return np.array([counts[heights == h].sum() / given[heights == h].sum() for h in range(1, DEPTH)])
 
 
 def profile(values: xr.DataArray, common_height: xr.DataArray) -> xr.DataArray:
-    """Average over all ordered pairs of a height, along a new axis `level`; the last level is the root."""
+    """Return the averages over all ordered pairs of a height, along a new axis `level`; the last level is the root."""
     parts = [values.where(common_height == height).mean(PAIR) for height in range(1, DEPTH + 1)]
     return xr.concat(parts, dim=xr.Variable("level", np.arange(1, DEPTH + 1)))
 
 
 def scores(run: xr.Dataset, *, pooled: bool = False) -> xr.DataArray:
-    """Distance of each pair's frequency from the closed form, in standard errors; `pair` runs over ρ too.
+    """Return each pair's distance from the closed form in standard errors, over `seed` and `pair` (at every ρ).
 
-    `pooled` takes all seeds' sequences as one sample: the more seeds, the sharper, with no more pairs to pick from.
+    `pooled` takes all seeds' sequences as one sample: with more seeds the test is sharper, and the number of pairs
+    from which the largest distance is picked stays the same.
     """
     trials, hits = run.occurrences, run.frequency * run.occurrences
     if pooled:
         trials, hits = (count.reduce(np.sum, "seed", keepdims=True) for count in (trials, hits))
     z = (hits - trials * run.closed) / (trials * run.closed * (1 - run.closed)) ** 0.5
-    two = z.transpose("seed", "rho", *PAIR).values[..., run.common_height.values > 0]
-    return xr.DataArray(two.reshape(len(two), -1), dims=("seed", "pair"))
+    different = z.transpose("seed", "rho", *PAIR).values[..., run.common_height.values > 0]
+    return xr.DataArray(different.reshape(len(different), -1), dims=("seed", "pair"))
 
 
 def rise(run: xr.Dataset) -> xr.DataArray:
-    """Largest rise of the sampled frequency from one height to the next, per seed."""
+    """Return the largest rise of the sampled frequency from one height to the next, per seed."""
     return profile(run.compared_frequency.sel(bias="equal"), run.common_height).diff("level").max("level")
 
 
 def companions(run: xr.Dataset, values: xr.DataArray) -> xr.DataArray:
-    """Averages over the companions of the followed token that are joined to it at each level."""
+    """Return the averages over the tokens whose common ancestor with the followed token is at each level."""
     return profile(values.isel(given=[FOLLOWED]), run.common_height.isel(given=[FOLLOWED]))
 
 
 def reversal(run: xr.Dataset) -> xr.DataArray:
-    """How much more often a token of the other branch accompanies the followed one than its sibling does, per seed."""
-    found = companions(run, run.compared_frequency.sel(bias="unequal"))
-    return found.sel(level=DEPTH) - found.sel(level=1)
+    """Return how much more often a token of the other branch occurs with the followed one than its sibling does."""
+    frequency = companions(run, run.compared_frequency.sel(bias="unequal"))
+    return frequency.sel(level=DEPTH) - frequency.sel(level=1)
 
 
 def limit_distance(run: xr.Dataset) -> float:
-    """Largest distance of P[l|m] near ρ = ρ_0 = 1 from 1 − H/(L−1+c)."""
+    """Return the largest distance of P[l|m] near ρ = ρ_0 = 1 from 1 − H/(L−1+c)."""
     return float(abs(run.reached - run.limit).max())
 
 
 def slides_distance(run: xr.Dataset) -> xr.DataArray:
-    """Distance of P[l|m] near ρ = ρ_0 = 1 from 1 − H/L, the largest over heights, for each c."""
+    """Return the distance of P[l|m] near ρ = ρ_0 = 1 from 1 − H/L, the largest over heights, for each c."""
     return abs(run.reached - (1 - run.height / DEPTH)).max("height")
 
 
@@ -256,26 +263,27 @@ CLAIMS = (
 def draw_agreement(run: xr.Dataset) -> Figure:
     """Draw closed form and frequencies over ρ, the enumeration's distance, and the quantiles of the scores."""
     figure, axes = canvas(1, 3, width=3.3, height=2.9)
-    line, point = profile(run.curve, run.common_height), profile(run.frequency, run.common_height)
-    for place, level in enumerate(range(1, DEPTH + 1)):
+    left, middle, right = axes[0]
+    curve, frequency = profile(run.curve, run.common_height), profile(run.frequency, run.common_height)
+    for index, level in enumerate(range(1, DEPTH + 1)):
         label = f"height {level}" if level < DEPTH else "the root"
-        theory(axes[0, 0], run.fine_rho, line.sel(level=level), place)
-        measured(axes[0, 0], run.rho, point.sel(level=level), place, label)
-    axes[0, 0].set(xlabel="correlation ρ of an edge", ylabel="P[l | m]", title="Common ancestor at")
-    axes[0, 0].legend(loc="upper left")
-    theory(axes[0, 1], [run.nodes.min(), run.nodes.max()], [1e-12, 1e-12], 1, "asked for")
+        theory(left, run.fine_rho, curve.sel(level=level), index)
+        measured(left, run.rho, frequency.sel(level=level), index, label)
+    left.set(xlabel="correlation ρ of an edge", ylabel="P[l | m]", title="Common ancestor at")
+    left.legend(loc="upper left")
+    theory(middle, [run.nodes.min(), run.nodes.max()], [1e-12, 1e-12], 1, "asked for")
     error = np.maximum(run.error, np.finfo(float).eps / 4)  # so that exact agreement is on the logarithmic axis too
-    measured(axes[0, 1], run.nodes.values.ravel(), error.values.ravel(), 0, "a random tree")
-    axes[0, 1].set(xlabel="nodes of the tree", ylabel="largest |closed form − sum|", yscale="log", title="Enumeration")
-    axes[0, 1].xaxis.get_major_locator().set_params(integer=True)
-    axes[0, 1].legend(loc="center right")
+    measured(middle, run.nodes.values.ravel(), error.values.ravel(), 0, "a random tree")
+    middle.set(xlabel="nodes of the tree", ylabel="largest |closed form − sum|", yscale="log", title="Enumeration")
+    middle.xaxis.get_major_locator().set_params(integer=True)
+    middle.legend(loc="center right")
     ranked = np.sort(scores(run).values, axis=-1)
     share = (np.arange(ranked.shape[-1]) + 0.5) / ranked.shape[-1]
-    shown = np.unique(np.linspace(0, ranked.shape[-1] - 1, 25).astype(int))
-    theory(axes[0, 2], [-3, 3], [-3, 3], 0, "normal distribution")
-    measured(axes[0, 2], ndtri(share)[shown], xr.DataArray(ranked[:, shown], dims=("seed", "rank")), 1, "pairs")
-    axes[0, 2].set(xlabel="normal quantile", ylabel="distance / standard error", title="Frequency less closed form")
-    axes[0, 2].legend(loc="upper left")
+    ranks = np.unique(np.linspace(0, ranked.shape[-1] - 1, 25).astype(int))
+    theory(right, [-3, 3], [-3, 3], 0, "normal distribution")
+    measured(right, ndtri(share)[ranks], xr.DataArray(ranked[:, ranks], dims=("seed", "rank")), 1, "pairs")
+    right.set(xlabel="normal quantile", ylabel="distance / standard error", title="Frequency less closed form")
+    right.legend(loc="upper left")
     letters(axes)
     return figure
 
@@ -283,21 +291,22 @@ def draw_agreement(run: xr.Dataset) -> Figure:
 def draw_limits(run: xr.Dataset) -> Figure:
     """Draw the approach to ρ = ρ_0 = 1 for the ratios c, and the limit over c."""
     figure, axes = canvas(1, 2, width=4.2, height=2.9)
-    middle = 2
-    for place, c in enumerate(run.c.values):
-        theory(axes[0, 0], run.fine_gap, run.approach.sel(c=c, height=middle), place)
-        measured(axes[0, 0], run.gap, run.approach_frequency.sel(c=c, height=middle), place, f"c = {c:g}")
-    axes[0, 0].set(xlabel="1 − ρ", ylabel="P[l | m]", xscale="log", ylim=(0.2, 0.9))
-    axes[0, 0].set_title(f"Height {middle}, depth {DEPTH}")
-    axes[0, 0].legend(loc="upper center", ncols=3)
-    for place, height in enumerate(run.height.values):
-        theory(axes[0, 1], run.fine_c, run.limit.sel(height=height), place)
-        measured(axes[0, 1], run.fine_c[::2], run.reached.sel(height=height)[::2], place, f"height {height}")
+    left, right = axes[0]
+    middle_height = 2
+    for index, c in enumerate(run.c.values):
+        theory(left, run.fine_gap, run.approach.sel(c=c, height=middle_height), index)
+        measured(left, run.gap, run.approach_frequency.sel(c=c, height=middle_height), index, f"c = {c:g}")
+    left.set(xlabel="1 − ρ", ylabel="P[l | m]", xscale="log", ylim=(0.2, 0.9))
+    left.set_title(f"Height {middle_height}, depth {DEPTH}")
+    left.legend(loc="upper center", ncols=3)
+    for index, height in enumerate(run.height.values):
+        theory(right, run.fine_c, run.limit.sel(height=height), index)
+        measured(right, run.fine_c[::2], run.reached.sel(height=height)[::2], index, f"height {height}")
     for c, label in ((0.0, "$1 - H/(L-1)$"), (1.0, "$1 - H/L$")):
-        axes[0, 1].axvline(c, color="0.5", linewidth=0.8, zorder=0)
-        axes[0, 1].text(c + 0.06, 0.99, label, fontsize=8, va="top")
-    axes[0, 1].set(xlabel="$c = (1 - ρ_0)/(1 - ρ)$", ylabel="P[l | m] at ρ → 1", ylim=(0, 1), title="Limits")
-    axes[0, 1].legend(loc="lower right")
+        right.axvline(c, color="0.5", linewidth=0.8, zorder=0)
+        right.text(c + 0.06, 0.99, label, fontsize=8, va="top")
+    right.set(xlabel="$c = (1 - ρ_0)/(1 - ρ)$", ylabel="P[l | m] at ρ → 1", ylim=(0, 1), title="Limits")
+    right.legend(loc="lower right")
     letters(axes)
     return figure
 
@@ -305,24 +314,24 @@ def draw_limits(run: xr.Dataset) -> Figure:
 def draw_order(run: xr.Dataset) -> Figure:
     """Draw the matrix of a tree, predicted and sampled, and one token's companions for equal and unequal ρ_0."""
     figure, axes = canvas(1, 3, width=3.3, height=2.9)
-    pictures = {
+    matrices = {
         "Closed form": run.compared.sel(bias="equal"),
         "Sampled, seed 0": run.compared_frequency.sel(bias="equal").isel(seed=0),
     }
-    for panel, (title, picture) in zip(axes[0], pictures.items(), strict=False):
-        image = panel.imshow(picture, cmap="Greys", vmin=0, vmax=1)
+    for panel, (title, matrix) in zip(axes[0], matrices.items(), strict=False):
+        image = panel.imshow(matrix, cmap="Greys", vmin=0, vmax=1)
         panel.grid(visible=False)
         panel.set(xlabel="given token m", ylabel="token l", title=title)
         figure.colorbar(image, ax=panel, label="P[l | m]")
-    level = np.arange(1, DEPTH + 1)
-    for place, bias in enumerate(BIASES):
-        theory(axes[0, 2], level, companions(run, run.compared.sel(bias=bias)), place)
-        found = companions(run, run.compared_frequency.sel(bias=bias))
-        measured(axes[0, 2], level, found.transpose("seed", "level"), place, f"{bias} $ρ_0$")
-    axes[0, 2].set_xticks(level, [*map(str, level[:-1]), "root"])
-    axes[0, 2].set(xlabel="height of the common ancestor", ylabel=f"P[l | token {FOLLOWED}]", ylim=(0, 1))
-    axes[0, 2].set_title("Companions of one token")
-    axes[0, 2].legend(loc="lower left")
+    right, level = axes[0, 2], np.arange(1, DEPTH + 1)
+    for index, bias in enumerate(BIASES):
+        theory(right, level, companions(run, run.compared.sel(bias=bias)), index)
+        frequency = companions(run, run.compared_frequency.sel(bias=bias))
+        measured(right, level, frequency.transpose("seed", "level"), index, f"{bias} $ρ_0$")
+    right.set_xticks(level, [*map(str, level[:-1]), "root"])
+    right.set(xlabel="height of the common ancestor", ylabel=f"P[l | token {FOLLOWED}]", ylim=(0, 1))
+    right.set_title("Companions of one token")
+    right.legend(loc="lower left")
     letters(axes)
     return figure
 

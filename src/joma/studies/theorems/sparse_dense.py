@@ -14,16 +14,17 @@ from scipy.special import softmax
 from joma import schedule
 from joma.arguments import real, whole
 from joma.models.block import Block, BlockConfig
-from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
+from joma.studies.theorems import single_unit
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import bounce, flows, growth
-from joma.train import Optimiser, Record
 
 # The targets that Figure 4 was drawn with: 1 + 3u for ten uniform numbers u, sorted.
 FIGURE_4 = (1.265432, 1.396091, 1.922268, 2.366884, 2.470280, 2.488770, 2.896919, 2.902236, 3.304665, 3.689334)
+# Convergence ratios of μ = 1.5 and 1, by time.
+RATIOS = {0.5: 1.013, 1.0: 1.151, 2.0: 1.487, 4.0: 1.714, 20.0: 1.841}
 VISIBLE = 0.01  # share of its fall that entropy must regain for a bounce that one can see
-ENOUGH = 0.88  # mean of μ above which bounces are visible
+VISIBLE_ABOVE = 0.88  # mean of μ above which bounces are visible
 
 
 @dataclass(frozen=True)
@@ -38,54 +39,56 @@ class Config:
     pair_mu: tuple[float, float] = (1.5, 1.0)
     v0: float = 0.05
     components: int = 6
-    """Of the trained block and of the counted draws."""
+    """Components of the targets of the trained block and of the counted draws."""
     until: float = 4.0
+    """Time until which the block is trained, in steps of the learning rate `rate`."""
     rate: float = 1e-3
     draws: int = 100
     """Random targets a seed, uniform between 0.1 and a bound uniform in [0.3, 3.5], over which bounces are counted."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Solve, integrate, discretise and train, each on its own."""
+    """Solve Figure 4 and Theorem 4's examples, train a block, and count bounces, all independent of each other."""
     parts = [_figure_4(config), _example(config), _pair(config), _trained(config, context), _counted(config, context)]
     return xr.merge(parts)
 
 
 def _figure_4(config: Config) -> xr.Dataset:
-    """Figure 4: Euler steps as its authors took them, the closed form, and the integrated flow."""
-    mu, heat = real("figure_4_mu", config.figure_4_mu, ndim=1), config.figure_4_temperature
+    """Solve Figure 4's flow by Euler steps as its authors took them, in closed form, and by the integrator."""
+    mu, temperature = real("figure_4_mu", config.figure_4_mu, ndim=1), config.figure_4_temperature
     steps, step = whole("figure_4_steps", config.figure_4_steps), config.figure_4_step
-    kept = np.array(schedule.every(max(1, steps // 500), steps))
-    exact = growth.softmax_nonlinear(mu, step * kept, config.v0, heat)
-    euler = _euler(mu, config.v0, heat, step, steps)
-    flow = flows.softmax_nonlinear(mu, step * kept, config.v0, temperature=heat).states
-    axes = ("figure_4_time", "component")
+    record_steps = np.array(schedule.every(max(1, steps // 500), steps))
+    times = step * record_steps
+    exact = growth.softmax_nonlinear(mu, times, config.v0, temperature)
+    euler = _euler(mu, config.v0, temperature, step, steps)
+    flow = flows.softmax_nonlinear(mu, times, config.v0, temperature=temperature).states
+    dims = ("figure_4_time", "component")
     return xr.Dataset(
         {
             "figure_4_mu": ("component", mu),
-            "figure_4_v": (axes, exact),
-            "figure_4_flow": (axes, flow),
-            "figure_4_euler": (axes, euler[kept]),
-            "figure_4_entropy": ("figure_4_time", growth.attention_entropy(exact, heat)),
-            "figure_4_entropy_euler": ("figure_4_step", growth.attention_entropy(euler, heat)),
-            "figure_4_limit": growth.attention_entropy(mu, heat),
+            "figure_4_v": (dims, exact),
+            "figure_4_flow": (dims, flow),
+            "figure_4_euler": (dims, euler[record_steps]),
+            "figure_4_entropy": ("figure_4_time", growth.attention_entropy(exact, temperature)),
+            "figure_4_entropy_euler": ("figure_4_step", growth.attention_entropy(euler, temperature)),
+            "figure_4_limit": growth.attention_entropy(mu, temperature),
         },
-        {"figure_4_time": step * kept, "figure_4_step": np.arange(steps + 1)},
+        {"figure_4_time": times, "figure_4_step": np.arange(steps + 1)},
     )
 
 
 def _euler(
     mu: Float[np.ndarray, " component"], v0: float, temperature: float, step: float, steps: int
 ) -> Float[np.ndarray, "step component"]:
-    """Euler's steps of v̇ = (μ − v) ∘ softmax(v²/T): what Figure 4 shows."""
+    """Return Euler's steps of v̇ = (μ − v) ∘ softmax(v²/T), which are what Figure 4 shows."""
     v = np.full((steps + 1, len(mu)), v0)
-    for now in range(steps):
-        v[now + 1] = v[now] + step * (mu - v[now]) * softmax(v[now] ** 2 / temperature)
+    for index in range(steps):
+        v[index + 1] = v[index] + step * (mu - v[index]) * softmax(v[index] ** 2 / temperature)
     return v
 
 
 def _example(config: Config) -> xr.Dataset:
-    """Theorem 4's entropy for one μ, on a grid that is dense around its minimum."""
+    """Solve Theorem 4's flow for one μ, at times that are dense around the minimum of its entropy."""
     mu = real("example_mu", config.example_mu, ndim=1)
     times = np.concatenate([np.linspace(0, 1.5, 1501), np.geomspace(1.5, 1e3, 200)[1:]])
     v = growth.nonlinear(mu, times, config.v0)
@@ -100,17 +103,17 @@ def _example(config: Config) -> xr.Dataset:
 
 
 def _pair(config: Config) -> xr.Dataset:
-    """How much faster one component converges than another: ln(1/δ_j) / ln(1/δ_k) over time."""
+    """Compute how much faster one component converges than another: ln(1/δ_j) / ln(1/δ_k) over time."""
     times = np.unique([*np.geomspace(0.5, 1e4, 60), 1.0, 2.0, 4.0, 20.0])
-    gap = growth.nonlinear_log_gap(config.pair_mu, times, config.v0)
-    early = times[times <= 4.0]
-    flow = flows.nonlinear(config.pair_mu, early, config.v0).states
-    integrated = np.log(1 - flow / np.array(config.pair_mu))
+    log_gap = growth.nonlinear_log_gap(config.pair_mu, times, config.v0)
+    early = times[times <= 4.0]  # later δ = 1 − v/μ of the integrated flow is mostly rounding
+    states = flows.nonlinear(config.pair_mu, early, config.v0).states
+    integrated = np.log(1 - states / np.array(config.pair_mu))
     ratio = np.full(times.shape, np.nan)
     ratio[: len(early)] = integrated[:, 0] / integrated[:, 1]
     return xr.Dataset(
         {
-            "pair_ratio": ("pair_time", gap[:, 0] / gap[:, 1]),
+            "pair_ratio": ("pair_time", log_gap[:, 0] / log_gap[:, 1]),
             "pair_ratio_flow": ("pair_time", ratio),
             "pair_limit": growth.convergence_ratio(*config.pair_mu),
         },
@@ -123,91 +126,81 @@ def _trained(config: Config, context: Context) -> xr.Dataset:
 
     One context a token, exp attention, one hidden unit; logits begin at v0²/2, where Theorem 1 puts them for this v0.
     """
-    count, steps = whole("components", config.components, low=2), round(config.until / config.rate)
-    draws = [torch.rand(count, generator=one, dtype=torch.float64) for one in context.seed_generators()]
-    mu = torch.stack([0.5 + 2.5 * draw for draw in draws])
-    block = Block(
-        BlockConfig(tokens=count, hidden=1, attention="exp", residual=False, scale=0.0),
-        generators=context.seed_generators(),
-    )
+    tokens, steps = whole("components", config.components, low=2), round(config.until / config.rate)
+    uniform = [torch.rand(tokens, generator=stream, dtype=torch.float64) for stream in context.seed_generators()]
+    mu = torch.stack([0.5 + 2.5 * draw for draw in uniform])
+    parts = BlockConfig(tokens=tokens, hidden=1, attention="exp", residual=False, scale=0.0)
+    block = Block(parts, generators=context.seed_generators())
     with torch.no_grad():
-        block.w[:, :count] = config.v0
+        block.w[:, :tokens] = config.v0
         block.z[:] = config.v0**2 / 2
-    x = torch.eye(count, dtype=torch.float64)
+    x, target = torch.eye(tokens, dtype=torch.float64).to(context.device), mu.to(context.device)
 
-    def loss(model: Block, _: torch.Tensor) -> torch.Tensor:
-        sent_back = (mu - model.v[..., 0]).detach()
+    def loss(model: Block, _step: torch.Tensor) -> torch.Tensor:
+        sent_back = (target - model.v[..., 0]).detach()
         return -(sent_back * model(x)[..., 0]).sum(dim=-1)
 
-    found = context.fit(
-        block,
-        loss,
-        optimiser=Optimiser("sgd", config.rate),
-        steps=steps,
-        record=Record(
-            lambda model, _: {"trained": model.v[..., 0], "entropy": shannon_entropy(model.z[:, 0].softmax(-1))},
-            at=schedule.every(max(1, steps // 160), steps),
-            dims={"trained": ("token",)},
-        ),
-        label="sparse-dense",
-    )
-    times = found.step.values * config.rate
-    found = found[["trained", "entropy"]].rename(step="time").assign_coords(time=times)
+    at = schedule.every(max(1, steps // 160), steps)
+    trajectory = single_unit.train(context, block, loss, rate=config.rate, steps=steps, at=at, label="sparse-dense")
+    times = trajectory.step.values * config.rate
     predicted = np.moveaxis(growth.nonlinear(mu.numpy(), times, config.v0), 0, 1)
-    return found.assign(
-        mu=(("seed", "token"), mu.numpy()),
-        predicted=(("seed", "time", "token"), predicted),
-        entropy_predicted=(("seed", "time"), growth.attention_entropy(predicted)),
+    return (
+        trajectory.rename(step="time")
+        .assign_coords(time=times)
+        .assign(
+            mu=(("seed", "token"), mu.numpy()),
+            predicted=(("seed", "time", "token"), predicted),
+            entropy_predicted=(("seed", "time"), growth.attention_entropy(predicted)),
+        )
     )
 
 
 def _counted(config: Config, context: Context) -> xr.Dataset:
-    """The bounce's depth for random targets of many scales."""
-    shape = (whole("draws", config.draws), config.components)
+    """Compute how deep the entropy bounces for random targets of many scales."""
+    draws = whole("draws", config.draws)
     streams = [np.random.default_rng(seed) for seed in context.seeds]
-    mu = np.stack([0.1 + rng.uniform(0.2, 3.4, (shape[0], 1)) * rng.random(shape) for rng in streams])
-    found = bounce.entropy_bounce(mu, config.v0)
-    axes = ("seed", "draw")
+    mu = np.stack([0.1 + rng.uniform(0.2, 3.4, (draws, 1)) * rng.random((draws, config.components)) for rng in streams])
+    bounces = bounce.entropy_bounce(mu, config.v0)
+    dims = ("seed", "draw")
     return xr.Dataset(
         {
-            "counted_mean": (axes, mu.mean(axis=-1)),
-            "counted_depth": (axes, found.depth),
-            "counted_regained": (axes, found.depth / (found.start - found.least)),
+            "counted_mean": (dims, mu.mean(axis=-1)),
+            "counted_depth": (dims, bounces.depth),
+            "counted_regained": (dims, bounces.depth / (bounces.start - bounces.least)),
         },
         {"seed": list(context.seeds)},
     )
 
 
-def least(run: xr.Dataset) -> xr.DataArray:
-    """Where Euler's entropy of Figure 4 is least."""
+def euler_minimum(run: xr.Dataset) -> xr.DataArray:
+    """Return the step at which Euler's entropy of Figure 4 is least."""
     return run.figure_4_entropy_euler.argmin("figure_4_step")
 
 
 def example_minimum(run: xr.Dataset) -> xr.DataArray:
-    """The time of the example's least entropy."""
+    """Return the time at which the example's entropy is least."""
     return run.example_entropy.idxmin("example_time")
 
 
 def pair_at(time: float) -> Claim:
-    """The claim for the convergence ratio at one time."""
-    figures = {0.5: 1.013, 1.0: 1.151, 2.0: 1.487, 4.0: 1.714, 20.0: 1.841}
+    """Return the claim about the convergence ratio at one time."""
     return Claim(
         f"ratio-{time:g}",
         f"Convergence ratio ln(1/δ_j)/ln(1/δ_k) for μ = 1.5 and 1 at t = {time:g}.",
         lambda run: run.pair_ratio.sel(pair_time=time, method="nearest"),
-        near(figures[time], 5e-4),
+        near(RATIOS[time], 5e-4),
     )
 
 
 def pair_slope(run: xr.Dataset) -> float:
-    """The power of t with which the convergence ratio tends to its limit, fitted over the last two decades."""
+    """Return the power of t with which the convergence ratio tends to its limit, fitted over the last two decades."""
     late = run.where(run.pair_time >= 100, drop=True)
     return float(np.polyfit(np.log(late.pair_time), np.log(late.pair_limit - late.pair_ratio), 1)[0])
 
 
 def trained_distance(run: xr.Dataset) -> xr.DataArray:
-    """Largest distance of the trained block from the closed form, relative to 1 + |v|, per seed."""
-    return (abs(run.trained - run.predicted) / (1 + abs(run.predicted))).max(("token", "time"))
+    """Return the largest distance of the trained block from the closed form, relative to 1 + |v|, per seed."""
+    return single_unit.distance(run.trained, run.predicted).max(("token", "time"))
 
 
 CLAIMS = (
@@ -223,7 +216,7 @@ CLAIMS = (
         lambda run: run.figure_4_entropy_euler.min(),
         near(0.9416, 1e-4),
     ),
-    Claim("figure-4-step", "Figure 4: the minimum is at step 669.", least, near(669, 0)),
+    Claim("figure-4-step", "Figure 4: the minimum is at step 669.", euler_minimum, near(669, 0)),
     Claim(
         "figure-4-end",
         "Figure 4: the entropy has bounced back to 1.5493 at step 5,000.",
@@ -267,7 +260,7 @@ CLAIMS = (
         trained_distance,
         at_most(0.01),
     ),
-    *(pair_at(time) for time in (0.5, 1.0, 2.0, 4.0, 20.0)),
+    *(pair_at(time) for time in RATIOS),
     Claim(
         "ratio-limit",
         "The convergence ratio tends to exp((μ_j² − μ_k²)/2) as 1/t (fitted power of t).",
@@ -289,28 +282,28 @@ CLAIMS = (
     Claim(
         "condition",
         "A bounce can be seen where the mean of μ exceeds 0.88, and only there: share of targets for which that is so.",
-        lambda run: ((run.counted_regained > VISIBLE) == (run.counted_mean > ENOUGH)).mean("draw"),
+        lambda run: ((run.counted_regained > VISIBLE) == (run.counted_mean > VISIBLE_ABOVE)).mean("draw"),
         at_least(0.95),
     ),
 )
 
 
 def draw_figure_4(run: xr.Dataset) -> Figure:
-    """Draw Figure 4: the weights at ten moments, and the entropy over time."""
+    """Draw Figure 4: the weights at five times, and the entropy over time."""
     figure, axes = canvas(1, 2, width=4.2, height=3.0)
     left, right = axes[0]
-    place = np.arange(1, run.sizes["component"] + 1)
+    component = np.arange(1, run.sizes["component"] + 1)
     for index, time in enumerate((0.0, 5.0, 13.4, 30.0, 100.0)):
         now = run.sel(figure_4_time=time, method="nearest")
-        theory(left, place, now.figure_4_v, index, f"t = {time:g}")
-        measured(left, place, now.figure_4_euler, index)
-    left.plot(place, run.figure_4_mu, color="0.5", linestyle=":", linewidth=2.5, label="target μ")
+        theory(left, component, now.figure_4_v, index, f"t = {time:g}")
+        measured(left, component, now.figure_4_euler, index)
+    left.plot(component, run.figure_4_mu, color="0.5", linestyle=":", linewidth=2.5, label="target μ")
     left.set(xlabel="component, sorted by μ", ylabel="weight $v$", title="The largest targets are reached first")
     left.legend(ncols=2)
     theory(right, run.figure_4_time, run.figure_4_entropy, 0, "closed form")
-    shown = run.isel(figure_4_step=slice(None, None, 250))
+    thinned = run.isel(figure_4_step=slice(None, None, 250))
     step = float(run.figure_4_time[-1]) / int(run.figure_4_step[-1])
-    measured(right, step * shown.figure_4_step, shown.figure_4_entropy_euler, 1, "Euler, step 0.02")
+    measured(right, step * thinned.figure_4_step, thinned.figure_4_entropy_euler, 1, "Euler, step 0.02")
     right.axhline(float(run.figure_4_limit), color="0.5", linestyle=":", label="limit")
     right.set(xlabel="time", ylabel="entropy / nats", title="Sparse, then dense", ylim=(0, None))
     right.legend()
@@ -321,24 +314,23 @@ def draw_figure_4(run: xr.Dataset) -> Figure:
 def draw_theorem_4(run: xr.Dataset) -> Figure:
     """Draw the trained block over Theorem 4, its entropy, and the convergence ratio."""
     figure, axes = canvas(1, 3, width=3.3, height=2.9)
-    one, few = run.isel(seed=0), run.isel(time=slice(None, None, 8))
-    for index, token in enumerate(np.argsort(one.mu.values)[::-1]):
-        theory(axes[0, 0], run.time, one.predicted.isel(token=token), index, f"μ = {float(one.mu[token]):.2f}")
-        measured(axes[0, 0], few.time, few.trained.isel(seed=0, token=token), index)
-    axes[0, 0].set(xlabel="time", ylabel="weight $v$", title="A trained block, seed 0")
-    axes[0, 0].legend(ncols=2)
+    left, middle, right = axes[0]
+    first, thinned = run.isel(seed=0), run.isel(time=slice(None, None, 8))
+    for index, token in enumerate(np.argsort(first.mu.values)[::-1]):
+        theory(left, run.time, first.predicted.isel(token=token), index, f"μ = {float(first.mu[token]):.2f}")
+        measured(left, thinned.time, thinned.trained.isel(seed=0, token=token), index)
+    left.set(xlabel="time", ylabel="weight $v$", title="A trained block, seed 0")
+    left.legend(ncols=2)
     for index in range(min(4, run.sizes["seed"])):
-        theory(axes[0, 1], run.time, run.entropy_predicted.isel(seed=index), index, f"seed {index}")
-        measured(axes[0, 1], few.time, few.entropy.isel(seed=index), index)
-    axes[0, 1].set(xlabel="time", ylabel="entropy / nats", title="Entropy of its attention")
-    axes[0, 1].legend()
-    theory(axes[0, 2], run.pair_time, run.pair_ratio, 0, "closed form")
-    measured(axes[0, 2], run.pair_time, run.pair_ratio_flow, 1, "integrated flow")
-    axes[0, 2].axhline(float(run.pair_limit), color="0.5", linestyle=":", label="limit")
-    axes[0, 2].set(
-        xlabel="time", xscale="log", ylabel=r"$\ln(1/\delta_j)\,/\,\ln(1/\delta_k)$", title="Who arrives first"
-    )
-    axes[0, 2].legend(loc="lower right")
+        theory(middle, run.time, run.entropy_predicted.isel(seed=index), index, f"seed {index}")
+        measured(middle, thinned.time, thinned.entropy.isel(seed=index), index)
+    middle.set(xlabel="time", ylabel="entropy / nats", title="Entropy of its attention")
+    middle.legend()
+    theory(right, run.pair_time, run.pair_ratio, 0, "closed form")
+    measured(right, run.pair_time, run.pair_ratio_flow, 1, "integrated flow")
+    right.axhline(float(run.pair_limit), color="0.5", linestyle=":", label="limit")
+    right.set(xlabel="time", xscale="log", ylabel=r"$\ln(1/\delta_j)\,/\,\ln(1/\delta_k)$", title="Who arrives first")
+    right.legend(loc="lower right")
     letters(axes)
     return figure
 
@@ -348,10 +340,10 @@ def draw_bounce(run: xr.Dataset) -> Figure:
     figure, axes = canvas(1, 1, width=4.6, height=3.0)
     panel = axes[0, 0]
     for index, seed in enumerate(run.seed.values):
-        one = run.sel(seed=seed)
-        measured(panel, one.counted_mean, one.counted_regained, index, f"seed {seed}", markersize=3)
+        draws = run.sel(seed=seed)
+        measured(panel, draws.counted_mean, draws.counted_regained, index, f"seed {seed}", markersize=3)
     panel.axhline(VISIBLE, color="0.4", linestyle=":", label="1 %")
-    panel.axvline(ENOUGH, color="0.4", linestyle="--", label="mean 0.88")
+    panel.axvline(VISIBLE_ABOVE, color="0.4", linestyle="--", label="mean 0.88")
     panel.set(xlabel="mean of μ", ylabel="share of its fall regained", yscale="log", ylim=(1e-15, 2))
     panel.legend(ncols=2, loc="lower right")
     return figure

@@ -9,19 +9,20 @@ import torch
 import xarray as xr
 from matplotlib.figure import Figure
 from torch import Tensor
+from torch.nn import functional as F
 
 from joma import schedule
-from joma.arguments import scalar, whole
+from joma.arguments import InputError, scalar, whole
 from joma.data.tokens import token_classes
 from joma.models.block import Block, BlockConfig
-from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
+from joma.studies.theorems import single_unit
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import flows, growth
 from joma.train import Optimiser, Record
 
-BLOW_UP = np.sqrt(np.pi / 2)  # saliences are scaled to this largest |Δ|, so that the winner blows up at t = 1
-LATE = 1 - 1e-6
+LARGEST_SALIENCE = np.sqrt(np.pi / 2)  # saliences are scaled to this max|Δ|, so that the winner blows up at t = 1
+LATE = 1 - 1e-6  # just before the blow-up
 
 
 @dataclass(frozen=True)
@@ -40,22 +41,22 @@ class Config:
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Train the block on random data of one salience a seed, beside the closed form and the integrated flow."""
+    """Train the block on random data, each seed with its own saliences, and solve its flow in two ways."""
     x, g, delta = _data(config, context)
-    trained, coarse = (_train(config, context, x, g, parts=parts) for parts in (2, 1))
+    trained, coarse = (_train(config, context, x, g, substeps=substeps) for substeps in (2, 1))
     times = trained.time.values
-    solutions = [flows.linear(one, [*times, LATE, 2.0]) for one in delta]
+    solutions = [flows.linear(salience, [*times, LATE, 2.0]) for salience in delta]
     states = np.stack([solution.states for solution in solutions])
     predicted = np.moveaxis(growth.linear(delta, times), 0, 1)
-    axes = ("seed", "time", "token")
+    dims = ("seed", "time", "token")
     return trained.assign(
         {
             "coarse": coarse.trained,
             "salience": (("seed", "token"), delta),
-            "predicted": (axes, predicted),
-            "integrated": (axes, states[:, : len(times)]),
+            "predicted": (dims, predicted),
+            "integrated": (dims, states[:, : len(times)]),
             "late": (("seed", "token"), states[:, len(times)]),
-            "limit": (("seed", "token"), np.stack([growth.linear_limit(one) for one in delta])),
+            "limit": (("seed", "token"), np.stack([growth.linear_limit(salience) for salience in delta])),
             "blow_up": ("seed", np.array([solution.blow_up for solution in solutions])),
             "blow_up_predicted": ("seed", growth.blow_up_time(delta).min(axis=-1)),
             "entropy_predicted": (("seed", "time"), growth.attention_entropy(predicted)),
@@ -64,59 +65,54 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 
 def _data(config: Config, context: Context) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Contexts x [seed, sample, token], gradients g [seed, sample] and the salience Δ = E[g x] that they give."""
-    shape = whole("samples", config.samples), whole("tokens", config.tokens, low=2)
-    drawn = [
-        (torch.rand(shape, generator=one, dtype=torch.float64), torch.randn(shape[0], generator=one).double())
-        for one in context.generators("contexts")
+    """Return contexts x [seed, sample, token], gradients g [seed, sample] and their salience Δ = E[g x]."""
+    samples, tokens = whole("samples", config.samples), whole("tokens", config.tokens, low=2)
+    draws = [
+        (
+            torch.rand((samples, tokens), generator=generator, dtype=torch.float64),
+            torch.randn(samples, generator=generator).double(),
+        )
+        for generator in context.generators("contexts")
     ]
-    x, g = (torch.stack(part) for part in zip(*drawn, strict=True))
+    x, g = (torch.stack(tensors) for tensors in zip(*draws, strict=True))
     x = x**4 / (x**4).sum(dim=-1, keepdim=True)  # a few tokens make up most of a context
     salience = (g[..., None] * x).mean(dim=1)
-    scale = BLOW_UP / salience.abs().amax(dim=-1, keepdim=True)
+    scale = LARGEST_SALIENCE / salience.abs().amax(dim=-1, keepdim=True)
     return x, g * scale, (salience * scale).numpy()
 
 
-def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, parts: int) -> xr.Dataset:
-    """Train from zero weights and logits, each of `steps / 2` intervals of time cut into `parts` steps of SGD."""
-    half = whole("steps", config.steps, low=200) // 2
+def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, substeps: int) -> xr.Dataset:
+    """Train from zero weights and logits, with `substeps` steps of SGD in each of `steps / 2` intervals of time."""
+    steps = whole("steps", config.steps, low=200)
+    if steps % 2:
+        raise InputError("steps", "even", steps, "the run is repeated with half as many")
+    half, x, g = steps // 2, x.to(context.device), g.to(context.device)
     last = int(scalar("until", config.until, low=0.1, high=0.999) * half)
-    block = Block(
-        BlockConfig(tokens=x.shape[-1], hidden=1, attention="exp", scale=0.0), generators=context.generators("weights")
-    )
-    found = context.fit(
-        block,
+    parts = BlockConfig(tokens=x.shape[-1], hidden=1, attention="exp", scale=0.0)
+    trajectory = single_unit.train(
+        context,
+        Block(parts, generators=context.generators("weights")),
         lambda model, _: -(g * model(x)[..., 0]).mean(dim=-1),
-        optimiser=Optimiser("sgd", 1 / (parts * half)),
-        steps=parts * last,
-        record=Record(
-            lambda model, _: {"trained": model.v[..., 0], "entropy": shannon_entropy(model.z[:, 0].softmax(-1))},
-            at=[parts * step for step in schedule.every(max(1, last // 50), last)],
-            dims={"trained": ("token",)},
-        ),
-        label=f"winner, {parts * half} steps",
+        rate=1 / (substeps * half),
+        steps=substeps * last,
+        at=[substeps * step for step in schedule.every(max(1, last // 50), last)],
+        label=f"winner, {substeps * half} steps",
     )
-    times = found.step.values / (parts * half)
-    return found[["trained", "entropy"]].rename(step="time").assign_coords(time=times)
+    return trajectory.rename(step="time").assign_coords(time=trajectory.step.values / (substeps * half))
 
 
 def _figure_3(config: Config, context: Context) -> xr.Dataset:
     """Train Figure 3's block: softmax attention, as many hidden units as classes, which are the classes' logits."""
     data = token_classes("gaussian", generators=context.generators("Figure 3, data"))
-    generators = context.generators("Figure 3, weights")
-    classes, label = len(data.label), data.label.expand(len(generators), -1)
-    heat = config.figure_3_temperature
-    block = Block(
-        BlockConfig(tokens=data.frequency.shape[-1], hidden=classes, dim=30, temperature=heat), generators=generators
-    )
-    own = torch.eye(classes, dtype=torch.float64) - 1 / classes  # g at the start: 1 for the class itself less the mean
-    salience = torch.einsum("sit,ik->stk", data.frequency, own) / classes
+    classes, tokens = data.frequency.shape[-2:]
+    x, label = data.frequency.to(context.device), data.label.expand(len(context.seeds), -1).to(context.device)
+    parts = BlockConfig(tokens=tokens, hidden=classes, dim=30, temperature=config.figure_3_temperature)
+    g = torch.eye(classes, dtype=torch.float64) - 1 / classes  # the gradient at the start: 1(k = label) − 1/classes
+    salience = torch.einsum("sit,ik->stk", data.frequency, g) / classes
     steps = whole("figure_3_steps", config.figure_3_steps)
-    found = context.fit(
-        block,
-        lambda model, _: torch.nn.functional.cross_entropy(model(data.frequency).mT, label, reduction="none").mean(
-            dim=-1
-        ),
+    trajectory = context.fit(
+        Block(parts, generators=context.generators("Figure 3, weights")),
+        lambda model, _: F.cross_entropy(model(x).mT, label, reduction="none").mean(dim=-1),
         optimiser=Optimiser("sgd", config.figure_3_rate),
         steps=steps,
         record=Record(
@@ -126,34 +122,32 @@ def _figure_3(config: Config, context: Context) -> xr.Dataset:
         ),
         label="winner, Figure 3",
     )
-    found["figure_3_salience"] = (("seed", "word", "hidden"), salience.numpy())
-    return found[["figure_3", "figure_3_salience"]]
+    return trajectory[["figure_3"]].assign(figure_3_salience=(("seed", "word", "hidden"), salience.numpy()))
 
 
 def distance(run: xr.Dataset, name: str, scale: float = 1.0) -> xr.DataArray:
-    """Largest |v − scale · integrated flow| / (1 + |integrated flow|) over tokens and times, per seed."""
-    gap = abs(scale * run[name] - run.integrated) / (1 + abs(run.integrated))
-    return gap.max(("token", "time"))
+    """Return the largest |scale · v − flow| / (1 + |flow|) over tokens and times, per seed, of the variable `name`."""
+    return single_unit.distance(scale * run[name], run.integrated).max(("token", "time"))
 
 
 def order(run: xr.Dataset) -> xr.DataArray:
-    """By how much halving the step divides the trained block's distance from the flow."""
+    """Return the factor by which halving the step reduces the trained block's distance from the flow."""
     return distance(run, "coarse") / distance(run, "trained")
 
 
 def takes_all(run: xr.Dataset) -> xr.DataArray:
-    """1 where the trained block's largest |v| is at the largest |Δ|, per seed."""
+    """Return 1 where the trained block's largest |v| is at the largest |Δ|, else 0, per seed."""
     winner = abs(run.trained.isel(time=-1)).argmax("token")
     return (winner == abs(run.salience).argmax("token")).astype(float)
 
 
 def losers(run: xr.Dataset) -> xr.DataArray:
-    """Largest distance of a losing component from its closed-form limit just before the blow-up, per seed."""
+    """Return the largest distance of a losing component from its closed-form limit before the blow-up, per seed."""
     return abs(run.late - run.limit).where(np.isfinite(run.limit)).max("token")
 
 
 def figure_3_winners(run: xr.Dataset) -> xr.DataArray:
-    """Share of Figure 3's hidden units whose largest final |v| is on their most salient token, per seed."""
+    """Return the share of Figure 3's hidden units whose largest final |v| is on their most salient token, per seed."""
     winner = abs(run.figure_3.isel(step=-1)).argmax("word")
     return (winner == abs(run.figure_3_salience).argmax("word")).mean("hidden")
 
@@ -215,24 +209,25 @@ CLAIMS = (
 def draw_growth(run: xr.Dataset) -> Figure:
     """Draw the components of one seed, the spread of the distance, and the entropy."""
     figure, axes = canvas(1, 3, width=3.3, height=2.9)
-    one = run.isel(seed=0)
-    ranked = abs(one.salience).argsort().values[::-1][:5]
-    for place, token in enumerate(ranked):
-        theory(axes[0, 0], run.time, one.predicted.isel(token=token), place, f"Δ = {float(one.salience[token]):.2f}")
-        shown = one.isel(time=slice(None, None, 4), token=token)
-        measured(axes[0, 0], shown.time, shown.trained, place)
-    axes[0, 0].set(xlabel="time / blow-up time", ylabel="weight $v$", title="Components, seed 0")
-    axes[0, 0].legend(loc="upper left")
-    few = run.isel(time=slice(1, None, 4))
-    for place, (name, label) in enumerate({"coarse": "half the steps", "trained": "all steps"}.items()):
-        gap = (abs(few[name] - few.integrated) / (1 + abs(few.integrated))).max("token")
-        measured(axes[0, 1], few.time, gap, place, label)
-    axes[0, 1].set(xlabel="time / blow-up time", ylabel="distance / (1 + |v|)", yscale="log", title="SGD from flow")
-    axes[0, 1].legend(loc="upper left")
-    theory(axes[0, 2], run.time, run.entropy_predicted.mean("seed"), 0, "theory, mean over seeds")
-    measured(axes[0, 2], few.time, few.entropy, 1, "trained, all seeds")
-    axes[0, 2].set(xlabel="time / blow-up time", ylabel="entropy / nats", title="Attention only gets sparser")
-    axes[0, 2].legend(loc="lower left")
+    left, middle, right = axes[0]
+    first = run.isel(seed=0)
+    most_salient = abs(first.salience).argsort().values[::-1][:5]
+    for index, token in enumerate(most_salient):
+        theory(left, run.time, first.predicted.isel(token=token), index, f"Δ = {float(first.salience[token]):.2f}")
+        thinned = first.isel(time=slice(None, None, 4), token=token)
+        measured(left, thinned.time, thinned.trained, index)
+    left.set(xlabel="time / blow-up time", ylabel="weight $v$", title="Components, seed 0")
+    left.legend(loc="upper left")
+    thinned = run.isel(time=slice(1, None, 4))
+    for index, (name, label) in enumerate({"coarse": "half the steps", "trained": "all steps"}.items()):
+        gap = single_unit.distance(thinned[name], thinned.integrated).max("token")
+        measured(middle, thinned.time, gap, index, label)
+    middle.set(xlabel="time / blow-up time", ylabel="distance / (1 + |v|)", yscale="log", title="SGD from flow")
+    middle.legend(loc="upper left")
+    theory(right, run.time, run.entropy_predicted.mean("seed"), 0, "theory, mean over seeds")
+    measured(right, thinned.time, thinned.entropy, 1, "trained, all seeds")
+    right.set(xlabel="time / blow-up time", ylabel="entropy / nats", title="Attention only gets sparser")
+    right.legend(loc="lower left")
     letters(axes)
     return figure
 
@@ -240,28 +235,23 @@ def draw_growth(run: xr.Dataset) -> Figure:
 def draw_figure_3(run: xr.Dataset) -> Figure:
     """Draw Figure 3: the weights after training and how the first hidden unit's components grew."""
     figure, axes = canvas(1, 3, width=3.3, height=2.9)
-    for panel, (values, title) in enumerate(
-        ((run.figure_3_salience, "Salience Δ at the start"), (run.figure_3.isel(step=-1), "Weights v at the end"))
-    ):
-        picture = values.isel(seed=0)
-        limit = float(abs(picture).max())
-        image = axes[0, panel].imshow(picture, cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
-        axes[0, panel].axhline(9.5, color="black", linewidth=0.8)
-        axes[0, panel].grid(visible=False)
-        axes[0, panel].set_yticks(range(0, picture.sizes["word"], 5))
-        axes[0, panel].set(xlabel="hidden unit (class)", ylabel="token: distinct, then common", title=title)
-        figure.colorbar(image, ax=axes[0, panel])
+    images = {"Salience Δ at the start": run.figure_3_salience, "Weights v at the end": run.figure_3.isel(step=-1)}
+    for panel, (title, values) in zip(axes[0], images.items(), strict=False):
+        first = values.isel(seed=0)
+        limit = float(abs(first).max())
+        image = panel.imshow(first, cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
+        panel.axhline(9.5, color="black", linewidth=0.8)
+        panel.grid(visible=False)
+        panel.set_yticks(range(0, first.sizes["word"], 5))
+        panel.set(xlabel="hidden unit (class)", ylabel="token: distinct, then common", title=title)
+        figure.colorbar(image, ax=panel)
+    right = axes[0, 2]
     for word in range(4):
-        measured(
-            axes[0, 2],
-            run.step[::5],
-            run.figure_3.isel(word=word, hidden=0, step=slice(None, None, 5)),
-            word,
-            f"token {word}, Δ = {float(run.figure_3_salience.mean('seed')[word, 0]):.4f}",
-            linestyle="-",
-        )
-    axes[0, 2].set(xlabel="step", ylabel="weight $v$ of hidden unit 0", title="Growth of four components")
-    axes[0, 2].legend()
+        growing = run.figure_3.isel(word=word, hidden=0, step=slice(None, None, 5))
+        label = f"token {word}, Δ = {float(run.figure_3_salience.mean('seed')[word, 0]):.4f}"
+        measured(right, run.step[::5], growing, word, label, linestyle="-")
+    right.set(xlabel="step", ylabel="weight $v$ of hidden unit 0", title="Growth of four components")
+    right.legend()
     letters(axes)
     return figure
 
