@@ -1,6 +1,7 @@
-"""Training on text: a step beside a plain PyTorch loop of the same model, what probing costs, and the GPU's own floor.
+"""Training on text: a step compared with a plain PyTorch loop of the same model, the cost of probes, and on a GPU the
+time that the step's bytes and operations need at least.
 
-The text is WikiText-2 where `JOMA_WIKITEXT` or `../shared/data/wikitext-2` has it, else the embedded one.
+The text is WikiText-2 if `JOMA_WIKITEXT` or `../shared/data/wikitext-2` has it, else the embedded one.
 """
 
 import os
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,159 +18,168 @@ from benchmarks import Row
 from benchmarks.training import synchronised
 from joma import noise
 from joma.models.transformer import Decoder
-from joma.studies.text import entropy_text, language_training
+from joma.studies.text import entropy_text
+from joma.studies.text.entropy_text import Config
+from joma.studies.text.language_training import TextColumns, Variant, decoder_config, read_text, record_steps, validate
 from joma.study import Context
-from joma.train import Optimiser
-from joma.train.loop import _products, _Training
+from joma.train import Compute, Optimiser, Record
+from joma.train.cuda import matmul_precision
+from joma.train.state import Training
 
 SEEDS = (0, 1, 2)
-ASKED = {1: 0.5, 10: 1.4}  # ms a step and seed on an H200, by layers
+TARGETS = {1: 0.5, 10: 1.4}  # ms a step and seed on an H200, by layers
 
 
-def setting() -> language_training.Setting:
-    """The paper's, on WikiText-2 where it is at hand."""
-    place = Path(os.environ.get("JOMA_WIKITEXT", "../shared/data/wikitext-2"))
-    return language_training.Setting(corpus=str(place) if place.is_dir() else "python-reference", every=1_000)
+class Seconds(NamedTuple):
+    """Seconds a step and seed of the plain loop and of ours, and seconds a probe and seed."""
+
+    plain: float
+    ours: float
+    probe: float
+
+
+def paper_config() -> Config:
+    """Return the paper's setting, on WikiText-2 if it is on this machine."""
+    folder = Path(os.environ.get("JOMA_WIKITEXT", "../shared/data/wikitext-2"))
+    return Config(corpus=str(folder) if folder.is_dir() else "python-reference", every=1_000)
 
 
 class Plain(nn.Module):
-    """The model in PyTorch's own parts, one seed of it."""
+    """One seed of the model in PyTorch's own parts."""
 
-    def __init__(self, own: language_training.Setting, types: int, layers: int) -> None:
+    def __init__(self, config: Config, types: int, layers: int) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(own.width, own.heads, own.hidden, own.dropout, batch_first=True)
-        self.embedding, self.dropout = nn.Embedding(types, own.width), nn.Dropout(own.dropout)
+        layer = nn.TransformerEncoderLayer(config.width, config.heads, config.hidden, config.dropout, batch_first=True)
+        self.embedding, self.dropout = nn.Embedding(types, config.width), nn.Dropout(config.dropout)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(own.width, types)
-        model = Decoder(language_training.decoder(own, types, layers), generators=[torch.Generator().manual_seed(0)])
-        assert model.positions is not None
-        self.register_buffer("positions", model.positions[0])
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(own.length))
+        self.head = nn.Linear(config.width, types)
+        generators = [torch.Generator().manual_seed(0)]
+        model = Decoder(decoder_config(config, Variant(layers), types), generators=generators)
+        assert model.position_encoding is not None
+        self.register_buffer("positions", model.position_encoding[0])
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(config.length))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) * self.embedding.embedding_dim**0.5 + self.positions
         return self.head(self.encoder(self.dropout(x), mask=self.mask, is_causal=True))
 
 
-def plain(own: language_training.Setting, text: language_training.Text, layers: int) -> Callable[[int], None]:
-    """A step of the plain eager loop of one seed."""
-    model = Plain(own, text.types, layers).to(text.train.device)
-    rule = torch.optim.Adam(model.parameters(), lr=own.rate)
+def plain_step(config: Config, text: TextColumns, layers: int) -> Callable[[int], None]:
+    """Return a function that makes a step of the plain eager loop with one seed."""
+    model = Plain(config, text.types, layers).to(text.train.device)
+    adam = torch.optim.Adam(model.parameters(), lr=config.rate)
 
     def step(number: int) -> None:
-        tokens, target = text.window(torch.tensor(number, device=text.train.device))
-        rule.zero_grad()
-        nn.functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), own.clip)
-        rule.step()
+        tokens, targets = text.window(torch.tensor(number, device=text.train.device))
+        adam.zero_grad()
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        adam.step()
 
     return step
 
 
-def together(
-    own: language_training.Setting, text: language_training.Text, layers: int
-) -> tuple[Callable[[int], None], Decoder]:
-    """A step of all seeds in our loop, and their model."""
+def our_step(config: Config, text: TextColumns, layers: int) -> tuple[Callable[[int], None], Decoder]:
+    """Return a function that makes a step of all seeds in our loop, and their model."""
     context, seeds = Context(SEEDS, str(text.train.device)), torch.tensor(SEEDS, device=text.train.device)
-    model = Decoder(language_training.decoder(own, text.types, layers), generators=context.generators()).to(
-        seeds.device
-    )
+    model = Decoder(decoder_config(config, Variant(layers), text.types), generators=context.seed_generators())
 
     def loss(model: Decoder, step: Tensor) -> Tensor:
-        tokens, target = text.window(step)
-        return model.surprisal(tokens, target, noise=noise.key(seeds, step)).mean(dim=(1, 2))
+        tokens, targets = text.window(step)
+        return model.surprisal(tokens, targets, noise=noise.key(seeds, step)).mean(dim=(1, 2))
 
-    rule = Optimiser("adam", own.rate, clip=own.clip, restart=text.epoch)
-    training = _Training(model, loss, rule, lambda *_: {}, precision=own.precision, compiled=True, dynamic=False)
+    optimiser = Optimiser("adam", config.rate, clip=config.clip, restart=text.epoch)
+    training = Training(model.to(seeds.device), loss, optimiser, Record(), Compute(config.precision))
     training.prepare(0)
     return lambda number: training.step(number, record=False, update=True), model
 
 
 def rows() -> Iterator[Row]:
-    """Yield (what, asked, reached, met)."""
-    own = setting()
-    text = language_training.read_text(own, Context(SEEDS))
+    """Yield what is measured, the target, the result, and whether the target is met."""
+    config = paper_config()
+    text = read_text(config, Context(SEEDS))
     for layers in (1, 2):
-        ratio, ours, probe = beside(own, text, layers)
-        what = f"a step and seed on text, {layers} layer(s), CPU: plain eager loop over ours ({1e3 * ours:.0f} ms)"
-        yield what, "≥ 1 x", f"{ratio:.2f} x", ratio >= 1
-        yield from probing(own, text, layers, ours=ours, probe=probe)
-    yield from quick()
+        seconds = time_steps(config, text, layers)
+        ratio = seconds.plain / seconds.ours
+        what = f"a step and seed on text, {layers} layer(s), CPU: plain eager loop over ours"
+        yield f"{what} ({1e3 * seconds.ours:.0f} ms)", "≥ 1 x", f"{ratio:.2f} x", ratio >= 1
+        for name, policy in (("default policy", replace(config, every=None)), ("every 1,000 steps", config)):
+            share = probe_share(policy, text, seconds)
+            target, met = ("< 5 %", share < 0.05) if policy.every is None else ("–", True)
+            what = f"probing, {layers} layer(s), CPU, {name}: share of the training time"
+            yield what, target, f"{100 * share:.1f} %", met
+    yield quick_probes()
     if torch.cuda.is_available():
-        yield from on_cuda(own)
+        yield from on_cuda(config)
 
 
-def beside(own: language_training.Setting, text: language_training.Text, layers: int) -> tuple[float, float, float]:
-    """Seconds a step and seed of the plain loop over ours, taken in turn, each at its best; ours; and of a probe."""
-    (ours, model), theirs = together(own, text, layers), plain(own, text, layers)
-    best = {"ours": float("inf"), "theirs": float("inf")}
+def time_steps(config: Config, text: TextColumns, layers: int) -> Seconds:
+    """Time steps of both loops in turn, the shortest of four, and a probe."""
+    (ours, model), plain = our_step(config, text, layers), plain_step(config, text, layers)
+    shortest = {"ours": float("inf"), "plain": float("inf")}
     for number in range(4):
-        for name, step, models in (("ours", ours, len(SEEDS)), ("theirs", theirs, 1)):
-            begun = time.perf_counter()
+        for name, step, seeds in (("ours", ours, len(SEEDS)), ("plain", plain, 1)):
+            start = time.perf_counter()
             step(number)
-            best[name] = min(best[name], (time.perf_counter() - begun) / models)
-    few = replace(text, valid=text.valid[:, : 20 * text.length + 1])
+            shortest[name] = min(shortest[name], (time.perf_counter() - start) / seeds)
+    part = replace(text, valid=text.valid[:, : 20 * text.length + 1])
     with torch.no_grad():
-        begun = time.perf_counter()
-        language_training.validation(model, few)
-        probe = (time.perf_counter() - begun) * text.valid.numel() / few.valid.numel() / len(SEEDS)
-    return best["theirs"] / best["ours"], best["ours"], probe
+        start = time.perf_counter()
+        validate(model, part)
+        probe = (time.perf_counter() - start) * text.valid.numel() / part.valid.numel() / len(SEEDS)
+    return Seconds(shortest["plain"], shortest["ours"], probe)
 
 
-def probing(
-    own: language_training.Setting, text: language_training.Text, layers: int, *, ours: float, probe: float
-) -> Iterator[Row]:
-    """What probing takes of the training time, by the policy that is the default on the CPU, and every 1,000 steps."""
-    for name, policy in (("default policy", replace(own, every=None)), ("every 1,000 steps", own)):
-        share = len(language_training.moments(policy, text)) * probe / (own.steps * ours)
-        asked, met = ("< 5 %", share < 0.05) if policy.every is None else ("–", True)
-        yield f"probing, {layers} layer(s), CPU, {name}: share of the training time", asked, f"{100 * share:.1f} %", met
+def probe_share(config: Config, text: TextColumns, seconds: Seconds) -> float:
+    """Return the share of probes in the training time."""
+    return len(record_steps(config, text)) * seconds.probe / (config.steps * seconds.ours)
 
 
-def quick() -> Iterator[Row]:
-    """The share of probing in the quick preset of `entropy-text`, as it runs."""
+def quick_probes() -> Row:
+    """Return the share of probes in the quick preset of `entropy-text`."""
     config = entropy_text.STUDY.presets["quick"].config
-    text = language_training.read_text(config, Context(SEEDS))
-    _, ours, probe = beside(config, text, 1)
-    share = len(language_training.moments(config, text)) * probe / (config.steps * ours)
-    yield "probing, entropy-text at quick, 31 times: share of the training time", "–", f"{100 * share:.1f} %", True
+    text = read_text(config, Context(SEEDS))
+    share = probe_share(config, text, time_steps(config, text, 1))
+    what = f"probing, entropy-text at quick, {len(record_steps(config, text))} times: share of the training time"
+    return what, "–", f"{100 * share:.1f} %", True
 
 
-def on_cuda(own: language_training.Setting) -> Iterator[Row]:
-    """Milliseconds a step and seed, three seeds together, beside what its bytes and operations cost at the ceilings."""
-    text = language_training.read_text(own, Context(SEEDS, "cuda"))
+def on_cuda(config: Config) -> Iterator[Row]:
+    """Yield milliseconds a step and seed, three seeds at once, and their ratio to the least that the GPU needs."""
+    text = read_text(config, Context(SEEDS, "cuda"))
     bandwidth, products = ceilings()
     yield f"the card's ceilings: {bandwidth / 1e12:.2f} TB/s, {products / 1e12:.0f} TFLOP/s in bf16", "–", "", True
-    for layers, asked in ASKED.items():
-        with _products(own.precision):
-            step, model = together(own, text, layers)
-            for number in range(20):
-                step(number)
-            begun = synchronised()
-            for number in range(300):
-                step(number)
-            took = (synchronised() - begun) / 300
-        moved, operations = work(model, own, text.types)
+    for layers, target in TARGETS.items():
+        seconds, model = time_cuda_step(config, text, layers)
+        moved, operations = work(model, config, text.types)
         floor = moved / bandwidth + operations / products
-        ms = 1e3 * took / len(SEEDS)
-        yield (
-            f"a step and seed on text, {layers} layer(s), three seeds, CUDA",
-            f"≤ {asked} ms",
-            f"{ms:.3f} ms",
-            ms <= asked,
-        )
-        words = f"{moved / 1e9:.2f} GB, {operations / 1e9:.0f} GFLOP a step: {1e3 * floor:.2f} ms at the ceilings"
-        yield f"    {words}; ours over it", "–", f"{took / floor:.2f} x", True
+        ms = 1e3 * seconds / len(SEEDS)
+        what = f"a step and seed on text, {layers} layer(s), three seeds, CUDA"
+        yield what, f"≤ {target} ms", f"{ms:.3f} ms", ms <= target
+        least = f"{moved / 1e9:.2f} GB, {operations / 1e9:.0f} GFLOP a step: {1e3 * floor:.2f} ms at the ceilings"
+        yield f"    {least}; ours over it", "–", f"{seconds / floor:.2f} x", True
 
 
-def work(model: Decoder, own: language_training.Setting, types: int) -> tuple[float, float]:
-    """Bytes and operations that one step of all seeds must move and do.
+def time_cuda_step(config: Config, text: TextColumns, layers: int) -> tuple[float, Decoder]:
+    """Return the seconds of a step of all seeds, mean over 300 after 20 to warm up, and the model."""
+    with matmul_precision(Compute(config.precision)):
+        step, model = our_step(config, text, layers)
+        for number in range(20):
+            step(number)
+        start = synchronised()
+        for number in range(300):
+            step(number)
+        return (synchronised() - start) / 300, model
+
+
+def work(model: Decoder, config: Config, types: int) -> tuple[float, float]:
+    """Return the bytes that one step of all seeds must move, and its operations.
 
     Adam reads parameter, gradient and moments and writes all but the gradient (28 bytes); gradients are written, and
     read for their norm (8); weights are read and written as bf16 (6). Logits of bf16 are written, read for their sum,
     turned into their excess and read by two products (12). A weight in a product costs 6 operations a token.
     """
-    tokens = own.batch * own.length * len(SEEDS)
+    tokens = config.batch * config.length * len(SEEDS)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = model.embedding.numel()
     moved = 36 * parameters + 6 * (parameters - embedding) + 12 * tokens * types
@@ -176,14 +187,14 @@ def work(model: Decoder, own: language_training.Setting, types: int) -> tuple[fl
 
 
 def ceilings() -> tuple[float, float]:
-    """Bytes a second of a copy of 2 GiB, and operations a second of a product of 8,192 x 8,192 in bf16."""
-    big = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    """Return the bytes a second of a copy of 1 GiB, and the operations a second of an 8,192 x 8,192 product in bf16."""
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    found = []
-    for call, amount in ((big.clone, 2.0 * big.numel()), (lambda: square @ square, 2.0 * 8192**3)):
+    rates = []
+    for call, amount in ((source.clone, 2.0 * source.numel()), (lambda: square @ square, 2.0 * 8192**3)):
         call()
-        begun = synchronised()
+        start = synchronised()
         for _ in range(20):
             call()
-        found.append(20 * amount / (synchronised() - begun))
-    return found[0], found[1]
+        rates.append(20 * amount / (synchronised() - start))
+    return rates[0], rates[1]

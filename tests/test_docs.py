@@ -1,4 +1,4 @@
-"""What the documentation says of stored runs is what they come to, and what its commands would run."""
+"""The pages on stored runs state what these come to, and their commands run the same configs."""
 
 import dataclasses
 import json
@@ -13,14 +13,16 @@ from joma.runs import Run, open_run, read_claims, read_config
 from joma.studies import load
 
 STORED = Path(__file__).parents[1] / "docs" / "wikitext-2"
-RUNS = sorted(found.parent for found in STORED.glob("*/*/claims.json"))
+RUNS = sorted(claims.parent for claims in STORED.glob("*/*/claims.json"))
+EACH_RUN = pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
 
 
-def row(record):
+def table_row(record):
     return f"| {record['name']} | {record['expected']} | {spread(record['measured'])} | {record['verdict']} |"
 
 
 def section(study):
+    """Return what the README has below the heading of a study."""
     _, _, after = (STORED / "README.md").read_text(encoding="utf-8").partition(f"## {study.name}: {study.title}\n")
     return after.partition("\n## ")[0]
 
@@ -29,17 +31,18 @@ def test_all_stored_runs_are_found():
     assert len(RUNS) == 5
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
-def test_a_stored_run_comes_to_what_its_page_says(path):
+@EACH_RUN
+def test_the_table_of_a_page_has_the_verdicts_of_the_stored_run(path):
     study, stored, run = load(path.parent.name), read_claims(path), open_run(path)
     judged = [claim.judge(run, read_config(path)["preset"]) for claim in study.claims]
-    _, *said = [line for line in section(study).splitlines() if line.startswith("| ")]
-    assert said == [row(record) for record in judged]
-    assert said == [row(record) for record in stored.claims]
+    _, *rows = [line for line in section(study).splitlines() if line.startswith("| ")]
+    assert rows == [table_row(record) for record in judged]
+    assert rows == [table_row(record) for record in stored.claims]
     assert [record["statement"] for record in stored.claims] == [claim.statement for claim in study.claims]
+    assert stored.description == study.description
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
+@EACH_RUN
 def test_a_page_names_the_run_its_figure_and_its_cost(path):
     study, seeds = load(path.parent.name), len(read_config(path)["seeds"])
     page = " ".join(section(study).split())
@@ -50,15 +53,20 @@ def test_a_page_names_the_run_its_figure_and_its_cost(path):
     assert any(drawing.caption in page for drawing in study.figures.values())
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
-def test_the_command_of_a_page_is_that_of_the_stored_run(path):
-    study, there = load(path.parent.name), read_config(path)
+@EACH_RUN
+def test_the_command_of_a_page_runs_the_stored_config(path):
+    study, stored = load(path.parent.name), read_config(path)
     (line,) = [line for line in section(study).splitlines() if line.startswith("    joma run ")]
-    options = shlex.split(line)[3:]
-    given = [*zip(options[::2], options[1::2], strict=True)]
-    config = cli.changed(study, there["preset"], tuple(value for name, value in given if name == "--set"))
-    seeds = range(int(dict(given).get("--seeds", study.presets[there["preset"]].seeds)))
-    text = {"text_sha256": there["config"]["text_sha256"]}
+    words = shlex.split(line)[3:]
+    options = [*zip(words[::2], words[1::2], strict=True)]
+    config = cli.config_with(study, stored["preset"], tuple(value for name, value in options if name == "--set"))
+    seeds = range(int(dict(options).get("--seeds", study.presets[stored["preset"]].seeds)))
+    text = {"text_sha256": stored["config"]["text_sha256"]}
     fields = json.loads(json.dumps(dataclasses.asdict(config)))
     assert Run(STORED, study.name, study.version, fields | text, seeds).path == path
-    assert dict(given)["--preset"] == there["preset"]
+    assert dict(options)["--preset"] == stored["preset"]
+
+
+@EACH_RUN
+def test_the_trajectory_has_the_config_of_its_folder(path):
+    assert json.loads(open_run(path).attrs["config"]) == read_config(path)["config"]

@@ -95,7 +95,9 @@ def test_an_untrained_model_has_the_init_and_width_of_its_label(trajectory, task
     if task == "addition":
         tokens, types = sequences(addition_training.split_pairs(SMALL, context).test[:10], digits=1)[:, :-1], 12
     else:
-        text = language_training.read_text(language_training.Setting(tokeniser="bytes", length=6, batch=4), context)
+        text = language_training.read_text(
+            language_training.LanguageSetting(tokeniser="bytes", length=6, batch=4), context
+        )
         tokens, types = text.valid[:1, :60].reshape(10, 6), text.types
     config = DecoderConfig(types, 12, 2, 2, activation="gelu", init="small")
     model = Decoder(config, generators=[torch.Generator().manual_seed(1)])
@@ -108,7 +110,7 @@ def test_an_untrained_model_has_the_init_and_width_of_its_label(trajectory, task
 
 def test_validation_windows_have_the_full_length_and_are_in_order():
     text = language_training.read_text(
-        language_training.Setting(tokeniser="bytes", length=7, batch=4, columns=3), Context((0,))
+        language_training.LanguageSetting(tokeniser="bytes", length=7, batch=4, columns=3), Context((0,))
     )
     windows = validation_windows(text, 5)
     assert windows.shape == (5, 7)

@@ -1,3 +1,5 @@
+"""Linear against nonlinear: claims on curves whose shape is known, and the study on a small text."""
+
 from dataclasses import replace
 
 import numpy as np
@@ -5,8 +7,16 @@ import pytest
 import xarray as xr
 
 from joma.arguments import InputError
-from joma.studies.text.activation_control import CLAIMS, LINEAR, NONLINEAR, STUDY, Config, apart, draw_activations, run
-from joma.studies.text.language_training import bounces
+from joma.studies.text.activation_control import (
+    CLAIMS,
+    LINEAR,
+    NONLINEAR,
+    Config,
+    draw_activations,
+    nonlinear_excess,
+    run,
+)
+from joma.studies.text.entropy_bounce import bounces
 from joma.study import Context
 
 SMALL = Config(tokeniser="bytes", width=8, hidden=8, batch=4, length=8, steps=6, every=2, rate=1e-2, glance=30)
@@ -15,22 +25,22 @@ FALLS, TURNS = 2 - STEPS / 49, 1 + abs(STEPS / 24.5 - 1)
 LEVEL = np.full(50, 2.0)
 
 
-def made_up(curves, *, noise=0.01, seeds=3):
+def run_with(curves, *, noise=0.01, seeds=3):
     """A run whose entropy has a known shape for each activation."""
     rng = np.random.default_rng(5)
     clean = np.stack([*curves.values()])[:, None, :, None, None]
     values = clean + noise * rng.standard_normal((len(curves), seeds, len(STEPS), 1, 1))
     entropy = xr.DataArray(values, dims=("activation", "seed", "step", "layer", "head"))
-    loss = xr.zeros_like(entropy[..., 0, 0])
-    made = xr.Dataset({"entropy": entropy, "valid_loss": loss}).assign_coords(activation=[*curves], step=STEPS)
-    return made.merge(bounces(made.entropy))
+    loss = xr.DataArray(np.arange(len(curves)), dims="activation") + xr.zeros_like(entropy[..., 0, 0])
+    trajectory = xr.Dataset({"entropy": entropy, "valid_loss": loss}).assign_coords(activation=[*curves], step=STEPS)
+    return trajectory.merge(bounces(trajectory.entropy))
 
 
-NAMES = [claim.name for claim in CLAIMS]
+NAMES = {claim.name for claim in CLAIMS}
 
 
-def holding(made, verdict="holds"):
-    return {claim.name for claim in CLAIMS if claim.judge(made, "quick")["verdict"] == verdict}
+def claims_with(trajectory, verdict="holds"):
+    return {claim.name for claim in CLAIMS if claim.judge(trajectory, "quick")["verdict"] == verdict}
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +48,31 @@ def trajectory():
     return run(SMALL, Context((0, 1)))
 
 
-def test_all_holds_where_the_theorems_do():
-    made = made_up({LINEAR: FALLS, **dict.fromkeys(NONLINEAR, TURNS)})
-    assert holding(made) == {claim.name for claim in CLAIMS}
-    np.testing.assert_allclose(apart(made), 0.5, atol=0.03)
+def test_all_claims_hold_where_the_theorems_do():
+    trajectory = run_with({LINEAR: FALLS, **dict.fromkeys(NONLINEAR, TURNS)})
+    assert claims_with(trajectory) == NAMES
+    np.testing.assert_allclose(nonlinear_excess(trajectory), 0.5, atol=0.03)
 
 
 def test_a_linear_bounce_is_seen():
-    made = made_up(dict.fromkeys((LINEAR, *NONLINEAR), TURNS))
-    assert holding(made) == {"bounce-relu", "bounce-gelu", "bounce-silu", "sparser-linear"}
-    np.testing.assert_allclose(apart(made), 0, atol=0.03)
+    trajectory = run_with(dict.fromkeys((LINEAR, *NONLINEAR), TURNS))
+    assert claims_with(trajectory) == {"bounce-relu", "bounce-gelu", "bounce-silu", "sparser-linear"}
+    np.testing.assert_allclose(nonlinear_excess(trajectory), 0, atol=0.03)
 
 
 def test_attention_that_stays_is_not_sparser():
-    made = made_up({LINEAR: LEVEL, "relu": TURNS, "gelu": FALLS, "silu": TURNS})
-    assert holding(made) == {"bounce-relu", "bounce-silu", "monotone-linear"}
+    trajectory = run_with({LINEAR: LEVEL, "relu": TURNS, "gelu": FALLS, "silu": TURNS})
+    assert claims_with(trajectory) == {"bounce-relu", "bounce-silu", "monotone-linear"}
 
 
 def test_what_was_not_trained_is_not_judged():
-    made = made_up({LINEAR: FALLS, "relu": TURNS})
-    assert holding(made) == {"bounce-relu", "sparser-linear", "monotone-linear"}
-    assert holding(made, "not tested at this preset") == {"bounce-gelu", "bounce-silu", "apart"}
-    assert holding(made_up({"relu": TURNS}), "not tested at this preset") == {*NAMES} - {"bounce-relu"}
+    trajectory = run_with({LINEAR: FALLS, "relu": TURNS})
+    assert claims_with(trajectory) == {"bounce-relu", "sparser-linear", "monotone-linear"}
+    assert claims_with(trajectory, "not tested at this preset") == {"bounce-gelu", "bounce-silu", "apart"}
+    assert claims_with(run_with({"relu": TURNS}), "not tested at this preset") == NAMES - {"bounce-relu"}
 
 
-def test_activations_are_an_axis_and_share_their_start_with_the_seed(trajectory):
+def test_activations_are_an_axis_and_a_seed_starts_alike_with_each(trajectory):
     assert trajectory.activation.values.tolist() == [LINEAR, *NONLINEAR]
     assert trajectory.bounce.sizes == {"activation": 4, "seed": 2}
     start = trajectory.entropy.isel(step=0)  # attention of the one layer comes before its activation
@@ -72,9 +82,32 @@ def test_activations_are_an_axis_and_share_their_start_with_the_seed(trajectory)
     assert (end < trajectory.valid_loss.isel(step=0)).all()
 
 
-def test_it_is_drawn_from_the_dataset_alone(trajectory):
-    assert len(draw_activations(trajectory).axes) == 4
-    assert len(draw_activations(made_up({"relu": FALLS, "tanh": TURNS})).axes) == 4
+def test_each_activation_is_drawn():
+    curves = {LINEAR: FALLS, "relu": TURNS, "gelu": LEVEL}
+    trajectory = run_with(curves, noise=0.0)
+    entropy, loss, gap, recovery = draw_activations(trajectory).axes
+    lines = [line for line in entropy.lines if len(line.get_xdata()) > 1]
+    assert [line.get_label() for line in lines] == [*curves]
+    for line, curve in zip(lines, curves.values(), strict=True):
+        np.testing.assert_allclose(line.get_xydata(), np.stack([STEPS + 1, curve], axis=-1))
+    minima = [line.get_xydata()[0] for line in entropy.lines if len(line.get_xdata()) == 1]
+    np.testing.assert_allclose(minima, [[curve.argmin() + 1, curve.min()] for curve in (FALLS, TURNS)])
+    assert [text.get_text() for text in entropy.get_legend().get_texts()] == [*curves]
+    np.testing.assert_allclose([line.get_ydata()[0] for line in loss.lines], [0, 1, 2])
+    assert [line.get_label() for line in gap.lines] == ["relu", "gelu"]
+    np.testing.assert_allclose([line.get_ydata()[0] for line in gap.lines], [1, 2])
+    assert [label.get_text() for label in recovery.get_xticklabels()] == [*curves]
+    hollow = [container.lines[0].get_ydata()[0] for container in recovery.containers[::2]]
+    np.testing.assert_allclose(hollow, trajectory.recovery.mean("seed"))
+    grey = [container.lines[0].get_ydata()[0] for container in recovery.containers[1::2]]
+    np.testing.assert_allclose(grey, trajectory.chance.mean("seed"))
+    assert recovery.get_ylim()[0] == 0
+
+
+def test_without_the_linear_activation_no_gap_is_drawn(trajectory):
+    gap = draw_activations(run_with({"relu": FALLS, "tanh": TURNS})).axes[2]
+    assert not gap.lines
+    assert len(draw_activations(trajectory).axes[2].lines) == 3
 
 
 @pytest.mark.parametrize(
@@ -83,7 +116,7 @@ def test_it_is_drawn_from_the_dataset_alone(trajectory):
      ({"activations": ("relu", "step")}, "activations"), ({"layers": 0}, "layers"), ({"rate": -1.0}, "rate"),
      ({"glance": 0}, "glance")],
 )  # fmt: skip
-def test_bad_config(change, name):
+def test_an_error_names_the_field(change, name):
     with pytest.raises(InputError, match=f"`{name}`"):
         run(replace(SMALL, **change), Context((0,)))
 
@@ -91,8 +124,3 @@ def test_bad_config(change, name):
 def test_an_unknown_activation_lists_the_known_ones():
     with pytest.raises(InputError, match=r"linear, relu.*did you mean 'gelu'"):
         run(replace(SMALL, activations=("gelus",)), Context((0,)))
-
-
-def test_presets_are_configs_of_this_study():
-    assert all(isinstance(preset.config, Config) for preset in STUDY.presets.values())
-    assert STUDY.presets["paper"].config.steps == 58_560

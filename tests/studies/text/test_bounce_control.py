@@ -1,3 +1,5 @@
+"""Attention frozen from its minimum on: what is frozen and when, the measures, and what is drawn."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -9,15 +11,40 @@ import xarray as xr
 from scipy.stats import ttest_1samp
 
 from joma.arguments import InputError
-from joma.studies import load
-from joma.studies.text import bounce_control, language_training
-from joma.studies.text.bounce_control import CLAIMS, STUDY, Config, bound, loss_gap, minima, recovery, run, schedules
+from joma.report.figure import COLOURS
+from joma.studies.text import bounce_control
+from joma.studies.text.bounce_control import (
+    ARMS,
+    CLAIMS,
+    STUDY,
+    Config,
+    bound,
+    draw_arms,
+    draw_gaps,
+    freeze_schedules,
+    loss_gap,
+    minimum_steps,
+    recovery,
+    run,
+)
+from joma.studies.text.language_training import Freezing, FurtherMeasures, Variant, read_text, train
 from joma.study import Context, NotInRun
 
 SMALL = Config(
-    width=8, hidden=8, length=8, batch=4, steps=12, every=3, rate=2e-2, dropout=0.1, depths=(1, 2), glance=40
+    tokeniser="bytes",
+    width=8,
+    hidden=8,
+    length=8,
+    batch=4,
+    steps=12,
+    every=3,
+    rate=2e-2,
+    dropout=0.1,
+    depths=(1, 2),
+    glance=40,
 )
 CONTEXT = Context((0, 1))
+UNTESTED = "not tested at this preset"
 
 
 @pytest.fixture(scope="module")
@@ -26,47 +53,52 @@ def trajectory():
 
 
 @pytest.fixture(scope="module")
-def judged(trajectory):
-    """The same, as if something had been held in every arm: with one layer entropies are least at the last step."""
-    holds = {name: np.minimum(trajectory[name], 9) for name in ("hold", "turn")}
-    return trajectory.assign(holds)
+def frozen_early(trajectory):
+    """The same, as if attention had been frozen in every arm: with one layer the minima are at the last step."""
+    return trajectory.assign({name: np.minimum(trajectory[name], 9) for name in ("hold", "turn")})
 
 
-def weights(model):
-    """Attention's own parameters, [seed, layer, number], and one that is never held, the value weights."""
-    parts = {"held": ("query", "key"), "other": ("value",)}
-    stacked = {}
-    for name, members in parts.items():
-        own = [[getattr(layer.attention, one).weight.flatten(1) for one in members] for layer in model.layers]
-        stacked[name] = torch.stack([torch.cat(pieces, dim=1) for pieces in own], dim=1)
-    return stacked
+def verdicts(trajectory, preset="quick"):
+    return {claim.name: claim.judge(trajectory, preset)["verdict"] for claim in CLAIMS}
 
 
-def trained(hold):
-    text, dims = language_training.read_text(SMALL, CONTEXT), ("layer", "number")
-    return language_training.train(
-        SMALL, CONTEXT, text, layers=2, label="test", schedules=schedules(hold, "cpu"), probe=weights,
-        dims={"held": dims, "other": ("layer", "value_number")},
-    )  # fmt: skip
+def attention_weights(model):
+    """The weights that can be frozen, W_Q and W_K, and those that are never, W_V, each [seed, layer, number]."""
+    attentions = [layer.attention for layer in model.layers]
+    query_key = [torch.cat([part.query.weight.flatten(1), part.key.weight.flatten(1)], dim=1) for part in attentions]
+    value = [part.value.weight.flatten(1) for part in attentions]
+    return {"query_key": torch.stack(query_key, dim=1), "value": torch.stack(value, dim=1)}
 
 
-def test_held_is_free_until_the_minimum_and_stays_there():
-    hold = np.array([[3, 6], [9, 12]])
-    free, held = trained(np.full((2, 2), 12)), trained(hold)
+def train_frozen(freeze_steps):
+    dims = {"query_key": ("layer", "number"), "value": ("layer", "value_number")}
+    return train(
+        SMALL,
+        CONTEXT,
+        read_text(SMALL, CONTEXT),
+        Variant(2),
+        rate=SMALL.rate,
+        label="test",
+        freezing=Freezing(freeze_schedules(freeze_steps, "cpu")),
+        further=FurtherMeasures(attention_weights, dims),
+    )
+
+
+def test_weights_train_as_in_the_free_run_and_stay_from_their_step_on():
+    freeze_steps = np.array([[3, 6], [9, 12]])
+    free, frozen = train_frozen(np.full((2, 2), 12)), train_frozen(freeze_steps)
     for seed in range(2):
-        until = hold[seed].min()
-        for name in ("loss", "valid_loss", "entropy", "other", "held"):
-            both = [one[name].isel(seed=seed).sel(step=slice(0, until)).values for one in (free, held)]
-            np.testing.assert_array_equal(*both)
+        until = freeze_steps[seed].min()
+        for name in ("loss", "valid_loss", "entropy", "value", "query_key"):
+            before = [run[name].isel(seed=seed).sel(step=slice(0, until)).values for run in (free, frozen)]
+            np.testing.assert_array_equal(*before)
         for layer in range(2):
-            own = held.held.isel(seed=seed, layer=layer)
-            after = own.sel(step=slice(int(hold[seed, layer]), None))
+            weights, step = frozen.query_key.isel(seed=seed, layer=layer), int(freeze_steps[seed, layer])
+            after = weights.sel(step=slice(step, None))
             np.testing.assert_array_equal(after, after.isel(step=[0] * after.sizes["step"]))
-            moving = own.sel(step=slice(0, int(hold[seed, layer])))
-            assert bool((moving.diff("step") != 0).any("number").all())
-    moves = held.other.diff("step").rename(value_number="number")
-    assert bool((moves != 0).any("number").all())  # the rest trains on
-    assert bool((free.held.diff("step") != 0).any("number").all())
+            assert bool((weights.sel(step=slice(0, step)).diff("step") != 0).any("number").all())
+    assert bool((frozen.value.diff("step") != 0).any("value_number").all())  # the rest trains on
+    assert bool((free.query_key.diff("step") != 0).any("number").all())
 
 
 def test_the_arms_of_a_run(trajectory):
@@ -74,182 +106,228 @@ def test_the_arms_of_a_run(trajectory):
     assert trajectory.depth.values.tolist() == [1, 2]
     free = trajectory.sel(arm="free")
     for depth in (1, 2):
-        own = free.sel(depth=depth).isel(layer=slice(depth)).entropy.mean("head")
-        at_hold = own.sel(step=trajectory.hold.sel(depth=depth).isel(layer=slice(depth)).astype(int))
-        np.testing.assert_array_equal(at_hold.transpose("seed", "layer"), own.min("step").transpose("seed", "layer"))
+        entropy = free.sel(depth=depth).isel(layer=slice(depth)).entropy.mean("head")
+        hold = trajectory.hold.sel(depth=depth).isel(layer=slice(depth)).astype(int)
+        minima = entropy.min("step").transpose("seed", "layer")
+        np.testing.assert_array_equal(entropy.sel(step=hold).transpose("seed", "layer"), minima)
         for seed in CONTEXT.seeds:
             until = int(trajectory.hold.sel(depth=depth, seed=seed).min())
-            pair = trajectory.valid_loss.sel(depth=depth, seed=seed).sel(step=slice(0, until))
-            np.testing.assert_array_equal(pair.sel(arm="free"), pair.sel(arm="held"))
+            loss = trajectory.valid_loss.sel(depth=depth, seed=seed).sel(step=slice(0, until))
+            np.testing.assert_array_equal(loss.sel(arm="free"), loss.sel(arm="held"))
     assert bool(trajectory.entropy.sel(depth=1).isel(layer=1).isnull().all())
     start = trajectory.valid_loss.isel(step=0)
     np.testing.assert_array_equal(start.sel(arm="frozen"), start.sel(arm="free"))
     assert bool((trajectory.valid_loss.isel(step=-1).sel(arm="frozen") != free.valid_loss.isel(step=-1)).all())
 
 
-def test_minima_are_the_earliest_least_of_each_layer():
+def test_the_minimum_is_the_earliest_least_value_of_each_layer():
     curves = np.array([[[3.0, 3.0], [1.0, 2.0], [1.0, 1.0]], [[np.nan] * 2, [4.0, 5.0], [6.0, 4.5]]])
     entropy = xr.DataArray(curves[..., None], dims=("seed", "step", "layer", "head"), coords={"step": [0, 10, 25]})
-    assert minima(entropy).tolist() == [[10, 25], [10, 25]]
+    assert minimum_steps(entropy).tolist() == [[10, 25], [10, 25]]
 
 
 def test_bounds_are_students():
     values = xr.DataArray(np.random.default_rng(0).normal(0.3, 1.0, 7), dims="seed")
-    test = ttest_1samp(values, 0.0, alternative="greater")
-    assert bound(values, -1) == pytest.approx(test.confidence_interval(0.95).low, rel=1e-12)
-    other = ttest_1samp(values, 0.0, alternative="less")
-    assert bound(values, 1) == pytest.approx(other.confidence_interval(0.95).high, rel=1e-12)
+    lower = ttest_1samp(values, 0.0, alternative="greater").confidence_interval(0.95).low
+    upper = ttest_1samp(values, 0.0, alternative="less").confidence_interval(0.95).high
+    assert bound(values, -1) == pytest.approx(lower, rel=1e-12)
+    assert bound(values, 1) == pytest.approx(upper, rel=1e-12)
     assert np.isnan(bound(values[:1], 1))
-    assert np.isnan(bound(values.where(np.arange(7) != 2), 1))  # a lost seed
+    assert np.isnan(bound(values.where(np.arange(7) != 2), 1))  # a diverged seed
 
 
-def test_measures_see_what_is_put_in(judged):
-    made = judged.copy(deep=True)
-    free = made.valid_loss.sel(arm="free")
-    made.valid_loss.loc[{"arm": "held"}] = free + xr.DataArray([0.1, 0.3], dims="seed")
-    np.testing.assert_allclose(loss_gap(made, 2), [0.1, 0.3], rtol=1e-9)
+def with_gaps(trajectory, gaps):
+    """The run with these gaps [seed] between the losses of the arm `held` and of the free run."""
+    shifted = trajectory.copy(deep=True)
+    shifted.valid_loss.loc[{"arm": "held"}] = shifted.valid_loss.sel(arm="free") + xr.DataArray(gaps, dims="seed")
+    return shifted
+
+
+def test_the_loss_gap_is_the_difference_of_paired_runs(frozen_early):
+    np.testing.assert_allclose(loss_gap(with_gaps(frozen_early, [0.1, 0.3]), 2), [0.1, 0.3], rtol=1e-9)
     with pytest.raises(NotInRun):
-        loss_gap(made, 5)
-    verdicts = {claim.name: claim.judge(made, "quick")["verdict"] for claim in CLAIMS}
-    assert (verdicts["loss-1"], verdicts["loss-2"]) == ("does not hold", "does not hold")  # two seeds, far apart
-    made.valid_loss.loc[{"arm": "held"}] = free + xr.DataArray([0.1, 0.11], dims="seed")
-    verdicts = {claim.name: claim.judge(made, "quick")["verdict"] for claim in CLAIMS}
-    assert (verdicts["loss-1"], verdicts["loss-2"]) == ("does not hold", "holds")
-    made.valid_loss.loc[{"arm": "held"}] = free - xr.DataArray([0.1, 0.11], dims="seed")
-    verdicts = {claim.name: claim.judge(made, "quick")["verdict"] for claim in CLAIMS}
-    assert (verdicts["loss-1"], verdicts["loss-2"], verdicts["loss-5"]) == (
-        "holds", "does not hold", "not tested at this preset",
-    )  # fmt: skip
-    one = {claim.name: claim.judge(made.isel(seed=[0]), "quick")["verdict"] for claim in CLAIMS}
-    assert one["loss-1"] == one["loss-2"] == "not tested at this preset"  # one seed has no bound
-    assert one["bounce-1"] != "not tested at this preset"
+        loss_gap(frozen_early, 5)
 
 
-def test_arms_are_held_where_they_say(monkeypatch):
-    """By entropies that are made up: two layers have their least at steps 6 and 3, their mean at 6; or 9, 6 and 9."""
+@pytest.mark.parametrize(
+    ("gaps", "expected"),
+    [
+        ([0.1, 0.3], ("does not hold", "does not hold")),  # two seeds, far apart
+        ([0.1, 0.11], ("does not hold", "holds")),
+        ([-0.1, -0.11], ("holds", "does not hold")),
+    ],
+)
+def test_the_sign_of_the_gap_is_judged_by_its_bound(frozen_early, gaps, expected):
+    trajectory = with_gaps(frozen_early, gaps)
+    judged = verdicts(trajectory)
+    assert (judged["loss-1"], judged["loss-2"]) == expected
+    assert judged["loss-5"] == UNTESTED
+    one_seed = verdicts(trajectory.isel(seed=[0]))
+    assert one_seed["loss-1"] == one_seed["loss-2"] == UNTESTED  # one seed has no bound
+    assert one_seed["bounce-1"] != UNTESTED
+
+
+def test_each_arm_is_frozen_at_its_own_minima(monkeypatch):
+    """By made-up entropies: the minima of two layers are at steps 6 and 3, that of their mean at 6; or 9, 6 and 9."""
     curves = np.array([[[4.0, 4], [3, 1], [1, 2], [2, 2], [2, 2]], [[4.0, 4], [3, 3], [3, 1], [1, 2], [2, 2]]])
-    asked = {}
+    frozen_at = {}
 
-    def trained(*given, turn=None):
-        arm, hold = given[-2:]
-        asked[arm] = (hold.tolist(), None if turn is None else turn.tolist())
+    def train_arm(_config, _context, _text, arm, freeze_steps, *, attention_steps=None):
+        frozen_at[arm] = (freeze_steps.tolist(), None if attention_steps is None else attention_steps.tolist())
         dims, steps = ("seed", "step", "layer", "head"), [0, 3, 6, 9, 12]
         return xr.Dataset({"entropy": (dims, curves[..., None])}, {"step": steps, "seed": [0, 1]})
 
-    monkeypatch.setattr(bounce_control, "_trained", trained)
-    found = run(replace(SMALL, depths=(2,)), CONTEXT)
+    monkeypatch.setattr(bounce_control, "_train_arm", train_arm)
+    trajectory = run(replace(SMALL, depths=(2,)), CONTEXT)
     never = [[12, 12], [12, 12]]
-    assert asked == {
+    assert frozen_at == {
         "free": (never, None),
         "held": ([[6, 3], [9, 6]], None),
         "steady": (never, [6, 9]),
         "frozen": ([[0, 0], [0, 0]], None),
     }
-    np.testing.assert_allclose(recovery(found, 2, "steady").values.ravel(), [2 - 1.5, 2 - 1.5])
-    np.testing.assert_allclose(recovery(found, 2, "held").values.ravel(), [2 - 1, 2 - 1])
+    np.testing.assert_allclose(recovery(trajectory, 2, "steady").values.ravel(), [2 - 1.5, 2 - 1.5])
+    np.testing.assert_allclose(recovery(trajectory, 2, "held").values.ravel(), [2 - 1, 2 - 1])
 
 
-def test_where_nothing_was_held_nothing_is_judged(trajectory):
+def test_where_nothing_was_frozen_nothing_is_judged(trajectory):
     late = trajectory.copy(deep=True)
     late["hold"] = late.hold.where(late.hold.isnull(), 12)
     late["turn"] = late.turn * 0 + 12
-    found = {claim.name: claim.judge(late, "quick")["verdict"] for claim in CLAIMS}
-    assert {found[f"{name}-{depth}"] for name in ("loss", "steady") for depth in (1, 2)} == {
-        "not tested at this preset"
-    }
+    judged = verdicts(late)
+    assert {judged[f"{name}-{depth}"] for name in ("loss", "steady") for depth in (1, 2)} == {UNTESTED}
     late.turn[0] = 9
     late.valid_loss[:] = late.valid_loss.sel(arm="free")  # equal losses are neither higher nor lower
-    found = {claim.name: claim.judge(late, "quick")["verdict"] for claim in CLAIMS}
-    assert found["steady-1"] == found["steady-2"] == "does not hold"
+    judged = verdicts(late)
+    assert judged["steady-1"] == judged["steady-2"] == "does not hold"
 
 
-def bounce_of(curve, depth=2):
-    """The verdict on a free run whose entropy is `curve` in every layer that its depth has, with a little noise."""
+@pytest.mark.parametrize(
+    ("curve", "verdict"),
+    [
+        (lambda x: 1 + abs(x - 0.5), "holds"),
+        (lambda x: 1 + x, "does not hold"),
+        (lambda x: 2 - x, "does not hold"),
+        (lambda x: 2 - 1.02 * abs(x - 0.5), "does not hold"),
+    ],
+)
+def test_only_what_falls_and_recovers_bounces(curve, verdict):
     steps = np.arange(40)
     noise = 1e-3 * np.random.default_rng(0).standard_normal((2, 40))
-    entropy = xr.DataArray(curve(steps / 39) + noise, dims=("seed", "step")).expand_dims(
-        depth=[depth], arm=["free"], layer=range(depth), head=[0]
-    )
-    made = xr.Dataset({"entropy": entropy}).assign_coords(seed=[0, 1], step=steps)
-    (claim,) = [claim for claim in CLAIMS if claim.name == f"bounce-{depth}"]
-    return claim.judge(made, "paper")["verdict"]
-
-
-def test_only_what_falls_and_comes_back_bounces():
-    assert bounce_of(lambda at: 1 + abs(at - 0.5)) == "holds"
-    assert bounce_of(lambda at: 1 + at) == "does not hold"
-    assert bounce_of(lambda at: 2 - at) == "does not hold"
-    assert bounce_of(lambda at: 2 - 1.02 * abs(at - 0.5)) == "does not hold"
+    entropy = xr.DataArray(curve(steps / 39) + noise, dims=("seed", "step"))
+    entropy = entropy.expand_dims(depth=[2], arm=["free"], layer=range(2), head=[0])
+    trajectory = xr.Dataset({"entropy": entropy}).assign_coords(seed=[0, 1], step=steps)
+    (claim,) = [claim for claim in CLAIMS if claim.name == "bounce-2"]
+    assert claim.judge(trajectory, "paper")["verdict"] == verdict
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_depth_that_was_not_trained_is_not_judged(judged, depth):
-    found = {claim.name: claim.judge(judged.sel(depth=[depth]), "paper")["verdict"] for claim in CLAIMS}
-    left_out = {name for name, verdict in found.items() if verdict == "not tested at this preset"}
-    assert left_out == {name for name in found if not name.endswith(f"-{depth}")}
+def test_a_depth_that_was_not_trained_is_not_judged(frozen_early, depth):
+    judged = verdicts(frozen_early.sel(depth=[depth]), "paper")
+    untested = {name for name, verdict in judged.items() if verdict == UNTESTED}
+    assert untested == {name for name in judged if not name.endswith(f"-{depth}")}
 
 
 def test_recovery_is_from_each_layers_own_minimum(trajectory):
-    made = trajectory.copy(deep=True)
-    made.entropy[:] = made.entropy * 0 + xr.DataArray([1.0, 2.0], dims="layer") * made.step
-    expected = (2 * 12 + 12 - 2 * made.hold.sel(depth=2, layer=1) - made.hold.sel(depth=2, layer=0)) / 2
-    np.testing.assert_allclose(recovery(made, 2, "free"), expected)
+    linear = trajectory.copy(deep=True)
+    linear.entropy[:] = linear.entropy * 0 + xr.DataArray([1.0, 2.0], dims="layer") * linear.step
+    expected = (2 * 12 + 12 - 2 * linear.hold.sel(depth=2, layer=1) - linear.hold.sel(depth=2, layer=0)) / 2
+    np.testing.assert_allclose(recovery(linear, 2, "free"), expected)
 
 
 @pytest.mark.parametrize("arms", [["held"], ["steady"], ["frozen", "steady"], []])
-def test_it_is_drawn_and_judged_with_the_arms_that_there_are(judged, arms):
-    own = judged.sel(arm=["free", *arms])
-    for drawing in STUDY.figures.values():
-        assert drawing.draw(own).axes
-    found = {claim.name: claim.judge(own, "quick")["verdict"] for claim in CLAIMS}
-    left_out = {name for name, verdict in found.items() if verdict == "not tested at this preset"}
+def test_arms_that_were_left_out_are_not_judged(frozen_early, arms):
+    judged = verdicts(frozen_early.sel(arm=["free", *arms]))
     needs = {"loss": "held", "prevented": "held", "steady": "steady"}
     missing = {f"{name}-{depth}" for name, arm in needs.items() for depth in (1, 2) if arm not in arms}
-    assert left_out == {"bounce-5", "loss-5", "steady-5", "prevented-5"} | missing
+    untested = {name for name, verdict in judged.items() if verdict == UNTESTED}
+    assert untested == {"bounce-5", "loss-5", "steady-5", "prevented-5"} | missing
 
 
-def test_attention_that_is_held_keeps_its_entropy_and_is_free_before(trajectory):
+@pytest.mark.parametrize("arms", [["held"], ["steady"], ["frozen", "steady"], []])
+def test_the_arms_of_a_run_are_drawn(frozen_early, arms):
+    trajectory = frozen_early.sel(arm=["free", *arms])
+    figure = draw_arms(trajectory)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [ARMS[arm] for arm in ("free", *arms)]
+    panels = np.reshape(figure.axes, (3, 2))
+    assert [panel.get_title(loc="left") for panel in panels[0]] == ["(a)  1 layer", "(b)  2 layers"]
+    for depth, (entropy, loss, gap) in zip((1, 2), panels.T, strict=True):
+        run = trajectory.sel(depth=depth)
+        expected = run.valid_loss.mean("seed").transpose("arm", "step")
+        np.testing.assert_allclose([line.get_ydata() for line in loss.lines], expected)
+        gaps = (run.valid_loss - run.valid_loss.sel(arm="free")).mean("seed").transpose("arm", "step")[1:]
+        assert len(gap.lines) == len(arms) + 1  # and a line at 0
+        for line, expected in zip(gap.lines, gaps, strict=False):
+            np.testing.assert_allclose(line.get_ydata(), expected)
+        ticks = [line for line in entropy.lines if line.get_color() == COLOURS[2] and len(line.get_xdata()) == 2]
+        assert {line.get_xdata()[0] for line in ticks} == ({*run.turn.values} if "steady" in arms else set())
+    late = trajectory.valid_loss.where(trajectory.step >= 1.2)
+    assert panels[1, 0].get_ylim()[1] == pytest.approx(float(late.max()) + 0.05)
+
+
+@pytest.mark.parametrize("arms", [["held"], ["frozen", "steady"], []])
+def test_gaps_and_recoveries_are_drawn_with_their_bounds(frozen_early, arms):
+    trajectory = frozen_early.sel(arm=["free", *arms])
+    loss, recovered = draw_gaps(trajectory).axes
+    points = np.array([line.get_ydata() for line in loss.lines if line.get_marker() != "None"]).reshape(len(arms), 2, 2)
+    for arm, by_seed in zip(arms, points, strict=True):
+        np.testing.assert_allclose(by_seed, np.stack([loss_gap(trajectory, depth, arm) for depth in (1, 2)], axis=-1))
+    for arm, bars in zip(arms, loss.collections, strict=True):
+        bounds = [[bound(loss_gap(trajectory, depth, arm), side) for side in (-1, 1)] for depth in (1, 2)]
+        np.testing.assert_allclose([segment[:, 1] for segment in bars.get_segments()], bounds)
+    labels = [line.get_label() for line in recovered.lines if not line.get_label().startswith("_")]
+    assert labels == [ARMS[arm] for arm in ("free", *arms)]
+    assert [label.get_text() for label in recovered.get_xticklabels()] == ["1", "2"]
+    assert recovered.get_xlim() == loss.get_xlim() == (-0.5, 1.5)
+
+
+def test_it_is_drawn_where_every_seed_diverged(trajectory):
+    diverged = trajectory.assign({name: trajectory[name] * np.nan for name in ("valid_loss", "entropy")})
+    assert np.isnan(draw_arms(diverged).axes[2].lines[0].get_ydata()).all()
+    assert np.isnan(draw_gaps(diverged).axes[0].lines[0].get_ydata()).all()
+
+
+def test_frozen_attention_keeps_its_entropy_and_is_free_before(trajectory):
     for depth in (1, 2):
-        own = trajectory.sel(depth=depth).isel(layer=slice(depth))
-        mean = own.entropy.sel(arm="free").mean(("layer", "head"))
-        np.testing.assert_array_equal(own.turn, mean.idxmin("step"))
+        run = trajectory.sel(depth=depth).isel(layer=slice(depth))
+        mean = run.entropy.sel(arm="free").mean(("layer", "head"))
+        np.testing.assert_array_equal(run.turn, mean.idxmin("step"))
         for seed in CONTEXT.seeds:
-            turn = int(own.turn.sel(seed=seed))
+            turn = int(run.turn.sel(seed=seed))
             for name in ("loss", "valid_loss", "entropy"):
-                pair = own[name].sel(seed=seed, step=slice(0, turn))
-                np.testing.assert_array_equal(pair.sel(arm="steady"), pair.sel(arm="free"))
-            after = own.entropy.sel(seed=seed, arm="steady", step=slice(turn, None))
+                before = run[name].sel(seed=seed, step=slice(0, turn))
+                np.testing.assert_array_equal(before.sel(arm="steady"), before.sel(arm="free"))
+            after = run.entropy.sel(seed=seed, arm="steady", step=slice(turn, None))
             np.testing.assert_array_equal(after, after.isel(step=0).broadcast_like(after))
             if turn < SMALL.steps:
-                late = own.sel(seed=seed).isel(step=-1)
-                assert float(late.valid_loss.sel(arm="steady")) != float(late.valid_loss.sel(arm="free"))
+                final = run.sel(seed=seed).isel(step=-1)
+                assert float(final.valid_loss.sel(arm="steady")) != float(final.valid_loss.sel(arm="free"))
     assert bool((trajectory.turn < SMALL.steps).any())
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "name"),
     [
-        {"arms": ("free",)},
-        {"arms": ("held", "held")},
-        {"depths": ()},
-        {"depths": (0,)},
-        {"depths": (2, 2)},
-        {"steps": 0},
-        {"every": 0},
-        {"batch": 10**6},
+        ({"arms": ("free",)}, "arms"),
+        ({"arms": ("held", "held")}, "arms"),
+        ({"arms": ("melted",)}, "arms"),
+        ({"depths": ()}, "depths"),
+        ({"depths": (0,)}, "depths"),
+        ({"depths": (2, 2)}, "depths"),
+        ({"steps": 0}, "steps"),
+        ({"every": 0}, "every"),
+        ({"batch": 10**6}, "corpus"),
     ],
 )
-def test_bad_config(change):
-    with pytest.raises(InputError):
+def test_an_error_names_the_field(change, name):
+    with pytest.raises(InputError, match=f"`{name}`"):
         run(replace(SMALL, **change), Context((0,)))
 
 
-def test_presets_are_configs_of_this_study():
-    assert load("bounce-control") is STUDY
-    assert all(isinstance(preset.config, Config) for preset in STUDY.presets.values())
-
-
-def test_it_is_drawn_where_every_seed_was_lost(trajectory):
-    lost = trajectory.assign({name: trajectory[name] * np.nan for name in ("valid_loss", "entropy")})
-    for drawing in STUDY.figures.values():
-        assert drawing.draw(lost).axes
+def test_the_claims_of_five_layers_need_the_paper_preset():
+    depths = {name: STUDY.presets[name].config.depths for name in ("quick", "paper")}
+    assert depths == {"quick": (1, 2), "paper": (1, 2, 5)}
+    assert {claim.name for claim in CLAIMS if claim.presets == ("paper",)} == {
+        "bounce-5", "loss-5", "steady-5", "prevented-5",
+    }  # fmt: skip

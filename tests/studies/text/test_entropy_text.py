@@ -1,4 +1,4 @@
-"""The WikiText-2 figure's claims on curves whose answer is known, and the study on a small text."""
+"""The claims of the WikiText-2 figure on the published curves, and the study on a small text."""
 
 import dataclasses
 
@@ -8,59 +8,83 @@ import xarray as xr
 
 from joma.arguments import InputError
 from joma.data.text import corpus
-from joma.studies.text.entropy_text import BEST, CLAIMS, LAID_OUT, STUDY, WIKITEXT2, Config, distance, published, run
+from joma.studies.text.entropy_text import (
+    AUTHORS_LAYOUT,
+    CLAIMS,
+    PUBLISHED_LOSS,
+    WIKITEXT2,
+    Config,
+    distance,
+    draw_entropy,
+    draw_learning,
+    published,
+    run,
+)
 from joma.study import Context
 
 SMALL = Config(width=8, hidden=8, length=8, batch=4, columns=3, steps=6, every=2, rate=1e-2, glance=60, depths=(1, 2))
 
 
-def verdicts(found, preset):
-    return {claim.name: claim.judge(found, preset)["verdict"] for claim in CLAIMS}
+CURVES = {f"{kind}{depth}" for kind in ("curve", "window") for depth in ("", "-2", "-5", "-10")}
+
+
+def verdicts(trajectory, preset):
+    return {claim.name: claim.judge(trajectory, preset)["verdict"] for claim in CLAIMS}
+
+
+def claims_with(trajectory, verdict, preset="paper"):
+    return {name for name, judged in verdicts(trajectory, preset).items() if judged == verdict}
 
 
 @pytest.fixture(scope="module")
 def theirs():
     """The published curves themselves, as if they were ours."""
-    own = published().assign_coords(seed=[0, 1, 2])
-    entropy = own.entropy.expand_dims(head=[0])
-    return own.assign(entropy=entropy, window_entropy=entropy).assign_attrs(**WIKITEXT2, **LAID_OUT, glance=0)
+    curves = published().assign_coords(seed=[0, 1, 2])
+    entropy = curves.entropy.expand_dims(head=[0])
+    curves = curves.assign(entropy=entropy, window_entropy=entropy)
+    return curves.assign_attrs(**WIKITEXT2, **AUTHORS_LAYOUT, glance=0)
+
+
+@pytest.fixture(scope="module")
+def trajectory():
+    return run(SMALL, Context((0, 1)))
 
 
 def test_the_published_curves_pass_their_own_claims(theirs):
     assert set(verdicts(theirs, "paper").values()) == {"holds"}
 
 
-def test_one_run_of_ten_layers_is_not_asked_to_be_the_mean_of_three(theirs):
-    """The authors' own would not be; so means are held against each other."""
+def test_a_single_run_of_ten_layers_is_not_compared_with_the_mean_of_three(theirs):
+    """The authors' own runs would fail; so means are compared with each other."""
     single = [distance(theirs.isel(seed=[seed]), 10) for seed in range(3)]
     assert min(single) > 0.1
-    assert of_verdict(verdicts(theirs.isel(seed=[0, 1]), "paper"), "not tested at this preset") == CURVES
-    pairs = [distance(theirs.isel(seed=[*range(3)][:seed] + [*range(3)][seed + 1 :]), 10) for seed in range(3)]
+    assert claims_with(theirs.isel(seed=[0, 1]), "not tested at this preset") == CURVES
+    pairs = [distance(theirs.sel(seed=theirs.seed != seed), 10) for seed in range(3)]
     np.testing.assert_allclose(2 * np.array(pairs), single)  # |mean of two − mean| is half of the third's
 
 
-def test_published_figures_are_those_of_the_reference():
+def test_published_numbers_are_those_of_the_paper():
     assert published().sizes["seed"] == 3
-    for depth, value in BEST.items():
+    for depth, value in PUBLISHED_LOSS.items():
         assert float(published().valid_loss.sel(depth=depth).min("step").mean()) == pytest.approx(value, abs=6e-4)
-    own = published().mean("seed")
-    curve = own.entropy.sel(depth=1, layer=0)
+    mean = published().mean("seed")
+    curve = mean.entropy.sel(depth=1, layer=0)
     assert float(curve.isel(step=0)) == pytest.approx(2.511, abs=1e-3)
     assert int(curve.idxmin("step")) == 2000
     assert float(curve.min()) == pytest.approx(1.554, abs=1e-3)
-    two = own.entropy.sel(depth=2).sel(step=[0, 58_000])
-    np.testing.assert_allclose(two.isel(layer=[0, 1], step=0), [2.511, 2.546], atol=1e-3)
+    two_layers = mean.entropy.sel(depth=2).sel(step=[0, 58_000])
+    np.testing.assert_allclose(two_layers.isel(layer=[0, 1], step=0), [2.511, 2.546], atol=1e-3)
 
 
 def test_attention_that_only_falls_is_no_bounce(theirs):
     falling = theirs.assign(entropy=theirs.entropy.isel(step=0) - 0.9 * (1 - np.exp(-theirs.step / 3000)))
-    found = verdicts(falling, "paper")
-    assert found["recovery"] == found["bounce"] == found["curve"] == "does not hold"
-    assert found["loss-1"] == "holds"
+    judged = verdicts(falling, "paper")
+    assert judged["recovery"] == judged["bounce"] == judged["curve"] == "does not hold"
+    assert judged["loss-1"] == "holds"
 
 
 def test_attention_that_only_rises_is_no_bounce(theirs):
-    """However clear the rise is; nor is one that comes after a fall of noise's size."""
+    """However clear the rise is; nor is one that comes after a fall of the size of noise."""
     rise = 0.9 * (1 - np.exp(-theirs.step / 3000))
     for dip in (0.0, 0.02 * (theirs.step == 1000)):
         rising = theirs.assign(entropy=theirs.entropy.isel(step=0) + rise - dip)
@@ -73,41 +97,34 @@ def test_a_rise_before_a_fall_is_no_bounce(theirs):
     assert verdicts(turned, "quick")["bounce"] == "does not hold"
 
 
-def test_one_layer_off_its_published_curve_is_seen_at_its_depth_alone(theirs):
-    off = 0.6 * ((theirs.depth == 5) & (theirs.layer == 2))
-    found = verdicts(theirs.assign(entropy=theirs.entropy + off), "paper")
-    assert of_verdict(found, "does not hold") == {"curve-5"}
-    found = verdicts(theirs.assign(window_entropy=theirs.entropy + off), "paper")
-    assert of_verdict(found, "does not hold") == {"window-5"}
-    found = verdicts(theirs.drop_vars("window_entropy"), "paper")
-    assert of_verdict(found, "not tested at this preset") == {"window", "window-2", "window-5", "window-10"}
-    assert distance(theirs.assign(entropy=theirs.entropy + off), 5) == pytest.approx(0.12)
-
-
-CURVES = {f"{kind}{depth}" for kind in ("curve", "window") for depth in ("", "-2", "-5", "-10")}
+def test_a_layer_off_its_published_curve_is_seen_at_its_depth_alone(theirs):
+    shift = 0.6 * ((theirs.depth == 5) & (theirs.layer == 2))
+    assert claims_with(theirs.assign(entropy=theirs.entropy + shift), "does not hold") == {"curve-5"}
+    assert claims_with(theirs.assign(window_entropy=theirs.entropy + shift), "does not hold") == {"window-5"}
+    untested = claims_with(theirs.drop_vars("window_entropy"), "not tested at this preset")
+    assert untested == {"window", "window-2", "window-5", "window-10"}
+    assert distance(theirs.assign(entropy=theirs.entropy + shift), 5) == pytest.approx(0.12)
 
 
 @pytest.mark.parametrize(
-    ("change", "left"),
+    ("change", "untested"),
     [
         ({"glance": 3600}, "curve"),
         ({"columns": 9}, "window"),
         ({"length": 36}, "window"),
     ],
 )
-def test_other_validation_texts_are_not_held_against_the_published_curves(theirs, change, left):
-    found = verdicts(theirs.assign_attrs(change), "paper")
-    assert of_verdict(found, "not tested at this preset") == {name for name in CURVES if name.startswith(left)}
+def test_other_validation_texts_are_not_compared_with_the_published_curves(theirs, change, untested):
+    claims = claims_with(theirs.assign_attrs(change), "not tested at this preset")
+    assert claims == {name for name in CURVES if name.startswith(untested)}
 
 
-def test_a_curve_that_stops_short_is_not_judged_and_a_lost_one_does_not_hold(theirs):
-    short = verdicts(theirs.isel(step=slice(0, -1)), "paper")
-    assert of_verdict(short, "not tested at this preset") == CURVES
-    lost = theirs.copy()
+def test_a_curve_that_stops_short_is_not_judged_and_a_diverged_one_does_not_hold(theirs):
+    assert claims_with(theirs.isel(step=slice(0, -1)), "not tested at this preset") == CURVES
+    diverged = theirs.copy()
     for name in ("entropy", "window_entropy"):
-        lost[name] = theirs[name].where((theirs.step < 2000) | (theirs.seed > 0))
-    found = verdicts(lost, "paper")
-    assert of_verdict(found, "does not hold") >= CURVES
+        diverged[name] = theirs[name].where((theirs.step < 2000) | (theirs.seed > 0))
+    assert claims_with(diverged, "does not hold") >= CURVES
 
 
 def test_a_deeper_model_that_learns_less_is_seen(theirs):
@@ -115,53 +132,74 @@ def test_a_deeper_model_that_learns_less_is_seen(theirs):
     assert verdicts(worse, "paper")["deeper"] == "does not hold"
 
 
-def of_verdict(found, verdict):
-    return {name for name, own in found.items() if own == verdict}
-
-
 def test_a_depth_that_was_not_trained_is_not_judged(theirs):
-    one = verdicts(theirs.sel(depth=[1]), "paper")
-    assert of_verdict(one, "holds") == {"loss-1", "fall", "recovery", "bounce", "curve", "window"}
-    assert of_verdict(one, "does not hold") == set()
-    two = verdicts(theirs.sel(depth=[2]), "paper")
-    assert of_verdict(two, "holds") == {"loss-2", "curve-2", "window-2"}
-    assert of_verdict(two, "does not hold") == set()
+    one_layer, two_layers = theirs.sel(depth=[1]), theirs.sel(depth=[2])
+    assert claims_with(one_layer, "holds") == {"loss-1", "fall", "recovery", "bounce", "curve", "window"}
+    assert claims_with(one_layer, "does not hold") == set()
+    assert claims_with(two_layers, "holds") == {"loss-2", "curve-2", "window-2"}
+    assert claims_with(two_layers, "does not hold") == set()
 
 
 @pytest.mark.parametrize("other", [{"types": 256}, {"tokens": 5}, {}])
-def test_another_text_is_not_held_against_the_published_figures(theirs, other):
-    elsewhere = theirs.copy()
-    elsewhere.attrs = {**theirs.attrs, **other} if other else {}
-    found = verdicts(elsewhere, "paper")
-    assert of_verdict(found, "not tested at this preset") == {*found} - {"bounce", "deeper"}
-    assert of_verdict(found, "holds") == {"bounce", "deeper"}
+def test_another_text_is_not_compared_with_the_published_numbers(theirs, other):
+    other_text = theirs.copy()
+    other_text.attrs = {**theirs.attrs, **other} if other else {}
+    everywhere = {"bounce", "deeper"}
+    names = {claim.name for claim in CLAIMS}
+    assert claims_with(other_text, "not tested at this preset") == names - everywhere
+    assert claims_with(other_text, "holds") == everywhere
+
+
+def test_every_layer_is_drawn_with_the_authors_dots_on_wikitext(theirs):
+    panels = draw_entropy(theirs).axes
+    assert [panel.get_title(loc="left") for panel in panels] == [
+        "(a)  1 layer", "(b)  2 layers", "(c)  5 layers", "(d)  10 layers",
+    ]  # fmt: skip
+    assert [len(panel.lines) for panel in panels] == [2, 4, 10, 20]
+    assert [text.get_text() for text in panels[2].get_legend().get_texts()] == ["layer 0", "layer 2", "layer 4"]
+    ours, dots = panels[0].lines
+    expected = np.stack([theirs.step + 1, published().entropy.sel(depth=1, layer=0).mean("seed")], axis=-1)
+    np.testing.assert_allclose(ours.get_xydata(), expected)
+    np.testing.assert_allclose(dots.get_xydata(), expected)
+    assert dots.get_marker() == "."
+    assert (panels[0].get_xscale(), panels[0].get_ylabel()) == ("log", "attention entropy (nats)")
+
+
+def test_the_authors_dots_are_drawn_on_wikitext_alone(theirs):
+    other_text = theirs.assign_attrs(types=256, config='{"corpus": "notwikitext.txt"}')
+    assert [len(panel.lines) for panel in draw_entropy(other_text).axes] == [1, 2, 5, 10]
 
 
 def test_a_model_deeper_than_any_published_is_drawn(theirs):
     deeper = theirs.reindex(depth=[1, 12], layer=range(12))
-    figure = STUDY.figures["entropy"].draw(deeper)
-    assert len(figure.axes) == 2
+    one_layer, twelve_layers = draw_entropy(deeper).axes
+    assert (len(one_layer.lines), len(twelve_layers.lines)) == (2, 24)
+    assert np.isnan(twelve_layers.lines[1].get_ydata()).all()  # no dots where nothing was published
 
 
-def test_the_authors_dots_are_drawn_on_wikitext_alone(theirs):
-    elsewhere = theirs.assign_attrs(types=256, config='{"corpus": "notwikitext.txt"}')
-    lines = [len(STUDY.figures["entropy"].draw(own).axes[0].lines) for own in (theirs, elsewhere)]
-    assert lines == [2, 1]
+def test_loss_and_rank_are_drawn_by_depth(trajectory):
+    loss, rank = draw_learning(trajectory).axes
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["1 layer", "2 layers"]
+    curves, best = loss.lines[::2], loss.lines[1::2]
+    for depth, curve, line in zip((1, 2), curves, best, strict=True):
+        valid_loss = trajectory.valid_loss.sel(depth=depth)
+        np.testing.assert_allclose(curve.get_ydata(), valid_loss.mean("seed"))
+        np.testing.assert_allclose(line.get_ydata(), float(valid_loss.min("step").mean()))
+    ranks = trajectory.stable_rank.isel(layer=0).mean("seed")
+    for depth, curve in zip((1, 2), rank.lines, strict=True):
+        np.testing.assert_allclose(curve.get_ydata(), ranks.sel(depth=depth))
 
 
-def test_the_study_runs_and_is_drawn():
-    found = run(SMALL, Context((0, 1)))
-    assert found.entropy.dims[:2] == ("depth", "seed")
-    assert found.entropy.sel(depth=1).isel(layer=1).isnull().all()
-    assert not found.entropy.sel(depth=2).isnull().any()
-    assert isinstance(found, xr.Dataset)
-    own = corpus()
-    assert (found.attrs["types"], found.attrs["tokens"]) == (len(own.types), len(own.train))
-    for drawing in STUDY.figures.values():
-        assert drawing.draw(found).axes
+def test_depths_are_an_axis_and_the_text_is_described(trajectory):
+    assert trajectory.entropy.dims[:2] == ("depth", "seed")
+    assert trajectory.entropy.sel(depth=1).isel(layer=1).isnull().all()
+    assert not trajectory.entropy.sel(depth=2).isnull().any()
+    text = corpus()
+    expected = {"types": len(text.types), "tokens": len(text.train), "columns": 3, "length": 8, "glance": 60}
+    assert {name: trajectory.attrs[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("depths", [(), (1, 1), (0,)])
-def test_bad_depths_are_named(depths):
+def test_an_error_names_the_depths(depths):
     with pytest.raises(InputError, match="`depths`"):
         run(dataclasses.replace(SMALL, depths=depths), Context((0,)))

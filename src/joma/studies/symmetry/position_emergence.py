@@ -95,12 +95,14 @@ def check_config(config: Config) -> None:
             raise InputError("widths", f"multiples of the {config.heads} heads", width, "change one of them")
 
 
-def _read_text(config: Config, context: Context) -> language_training.Text:
-    setting = language_training.Setting(config.corpus, config.tokeniser, length=config.length, batch=config.windows)
+def _read_text(config: Config, context: Context) -> language_training.TextColumns:
+    setting = language_training.LanguageSetting(
+        config.corpus, config.tokeniser, length=config.length, batch=config.windows
+    )
     return language_training.read_text(setting, context)
 
 
-def validation_windows(text: language_training.Text, count: int) -> Int[Tensor, "window position"]:
+def validation_windows(text: language_training.TextColumns, count: int) -> Int[Tensor, "window position"]:
     """Return the first `count` windows of the validation text that have the full length."""
     full = [tokens for tokens, _ in text.windows() if tokens.shape[1] == text.length]
     if (available := sum(map(len, full))) < FOLDS:
@@ -129,7 +131,7 @@ def _train_addition(
 
 
 def _train_text(
-    config: Config, context: Context, text: language_training.Text, windows: Int[Tensor, "window position"]
+    config: Config, context: Context, text: language_training.TextColumns, windows: Int[Tensor, "window position"]
 ) -> xr.Dataset:
     model = Decoder(
         _decoder_config(config, text.types, config.width, config.init), generators=context.seed_generators()

@@ -6,7 +6,7 @@ are of a block far simpler than a language model; whether they decide what happe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,8 @@ from joma.arguments import choice, distinct, whole
 from joma.models.block import ACTIVATIONS
 from joma.report.figure import band, canvas, letters, measured
 from joma.studies.text import language_training
-from joma.studies.text.language_training import LEAST, SURE, bounces, mark_least
+from joma.studies.text.entropy_bounce import MIN_BOUNCE, SIGNIFICANCE, bounces, mark_minimum
+from joma.studies.text.language_training import QUICK_RATE, LayeredSetting, Variant
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, select
 
 LINEAR = "linear"
@@ -25,44 +26,56 @@ NONLINEAR = ("relu", "gelu", "silu")
 
 
 @dataclass(frozen=True)
-class Config(language_training.Setting):
-    """The setting, the depth and the activations; `activation` itself is not used."""
+class Config(LayeredSetting):
+    """The setting of text, the model and its training, and the activations that are compared."""
 
+    rate: float = 1e-4
     layers: int = 1
     activations: tuple[str, ...] = (LINEAR, *NONLINEAR)
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Train a model with each activation: the same start, text and dropout for a seed in all of them."""
-    names = distinct("activations", config.activations)
-    for name in names:
-        choice("activations", name, ACTIVATIONS)
+    """Train a model with each activation: a seed has the same start, text and dropout in all of them."""
+    activations = distinct("activations", config.activations)
+    for activation in activations:
+        choice("activations", activation, ACTIVATIONS)
     layers, text = whole("layers", config.layers), language_training.read_text(config, context)
-    parts = [
+    trajectories = [
         language_training.train(
-            replace(config, activation=name), context, text, layers=layers, label=f"activation-control, {name}"
+            config,
+            context,
+            text,
+            Variant(layers, activation, config.alike),
+            rate=config.rate,
+            label=f"activation-control, {activation}",
         )
-        for name in names
+        for activation in activations
     ]
-    found = xr.concat(parts, xr.Variable("activation", list(names)))
-    return found.merge(bounces(found.entropy))
+    trajectory = xr.concat(trajectories, xr.Variable("activation", list(activations)))
+    return trajectory.merge(bounces(trajectory.entropy))
 
 
-def of(run: xr.Dataset, name: str, activation: str) -> xr.DataArray:
-    """A measure with one activation, per seed; `NotInRun` where it was not trained."""
+def with_activation(run: xr.Dataset, name: str, activation: str) -> xr.DataArray:
+    """Return a measure with one activation, per seed; `NotInRun` where it was not trained."""
     return select(run[name], activation=activation)
 
 
-def beyond(run: xr.Dataset) -> xr.DataArray:
-    """How far entropy comes back beyond what noise alone makes, over its start [activation, seed]."""
+def recovery_beyond_chance(run: xr.Dataset) -> xr.DataArray:
+    """Return how much more entropy recovers than noise alone would, over its start [activation, seed]."""
     return (run.recovery - run.chance) / run.entropy.isel(step=0).mean(("layer", "head"))
 
 
-def apart(run: xr.Dataset) -> xr.DataArray:
-    """The recovery beyond chance of the nonlinear activation that has least, less that of the linear one, per seed."""
-    own = run.assign(beyond=beyond(run))
-    least = np.min([of(own, "beyond", name) for name in NONLINEAR], axis=0)
-    return least - of(own, "beyond", LINEAR)
+def nonlinear_excess(run: xr.Dataset) -> xr.DataArray:
+    """Return the least recovery beyond chance of the nonlinear activations less that of the linear one, per seed."""
+    run = run.assign(beyond=recovery_beyond_chance(run))
+    least = np.min([with_activation(run, "beyond", activation) for activation in NONLINEAR], axis=0)
+    return least - with_activation(run, "beyond", LINEAR)
+
+
+def linear_fall(run: xr.Dataset) -> xr.DataArray:
+    """Return the fall of entropy with the linear activation over its start, per seed."""
+    start = with_activation(run, "entropy", LINEAR).isel(step=0).mean(("layer", "head"))
+    return with_activation(run, "fall", LINEAR) / start
 
 
 CLAIMS = (
@@ -70,9 +83,9 @@ CLAIMS = (
         Claim(
             f"bounce-{name}",
             f"Theorem 4: with {name} entropy falls and bounces back (less of fall and recovery beyond chance, over the "
-            f"start, 0 unless p ≤ {SURE:g}; the threshold is ours).",
-            partial(of, name="bounce", activation=name),
-            at_least(LEAST),
+            f"start, 0 unless p ≤ {SIGNIFICANCE:g}; the threshold is ours).",
+            partial(with_activation, name="bounce", activation=name),
+            at_least(MIN_BOUNCE),
         )
         for name in NONLINEAR
     ),
@@ -80,22 +93,22 @@ CLAIMS = (
         "sparser-linear",
         "Theorem 2: with a linear activation attention gets sparser (fall of entropy over its start; the threshold is "
         "ours).",
-        lambda run: of(run, "fall", LINEAR) / of(run, "entropy", LINEAR).isel(step=0).mean(("layer", "head")),
-        at_least(LEAST),
+        linear_fall,
+        at_least(MIN_BOUNCE),
     ),
     Claim(
         "monotone-linear",
         "Theorem 2: with a linear activation attention only gets sparser: how often noise on a curve that never "
         "rises would rise as clearly.",
-        partial(of, name="p_value", activation=LINEAR),
-        at_least(SURE),
+        partial(with_activation, name="p_value", activation=LINEAR),
+        at_least(SIGNIFICANCE),
     ),
     Claim(
         "apart",
         "The nonlinearity is what brings entropy back: recovery beyond chance, over the start, the least of the "
         "nonlinear activations less the linear one, from the same start (the threshold is ours).",
-        apart,
-        at_least(LEAST),
+        nonlinear_excess,
+        at_least(MIN_BOUNCE),
     ),
 )
 
@@ -104,22 +117,23 @@ def draw_activations(run: xr.Dataset) -> Figure:
     """Draw entropy and loss against the step by activation, the loss less the linear one's, and the recovery."""
     figure, axes = canvas(2, 2, width=3.6, height=2.6)
     (entropy, loss), (gap, recovery) = axes
-    names = [str(name) for name in run.activation.values]
-    for place, name in enumerate(names):
-        own = run.sel(activation=name)
-        curve = own.entropy.mean(("layer", "head"))
-        band(entropy, run.step + 1, curve, place, name)
-        mark_least(entropy, curve, place)
-        band(loss, run.step + 1, own.valid_loss, place, name)
-        if LINEAR in names and name != LINEAR:
-            band(gap, run.step + 1, own.valid_loss - run.valid_loss.sel(activation=LINEAR), place, name)
-        measured(recovery, [place - 0.1], own.recovery.expand_dims("point"), place)
-        measured(recovery, [place + 0.1], own.chance.expand_dims("point"), place, markerfacecolor="0.6")
+    activations = [str(activation) for activation in run.activation.values]
+    for index, activation in enumerate(activations):
+        trajectory = run.sel(activation=activation)
+        curve = trajectory.entropy.mean(("layer", "head"))
+        band(entropy, run.step + 1, curve, index, activation)
+        mark_minimum(entropy, curve, index)
+        band(loss, run.step + 1, trajectory.valid_loss, index, activation)
+        if LINEAR in activations and activation != LINEAR:
+            linear_loss = run.valid_loss.sel(activation=LINEAR)
+            band(gap, run.step + 1, trajectory.valid_loss - linear_loss, index, activation)
+        measured(recovery, [index - 0.1], trajectory.recovery.expand_dims("point"), index)
+        measured(recovery, [index + 0.1], trajectory.chance.expand_dims("point"), index, markerfacecolor="0.6")
     labels = ("attention entropy (nats)", "validation loss (nats)", "loss − linear's (nats)")
     for panel, label in zip((entropy, loss, gap), labels, strict=True):
         panel.set(xscale="log", xlabel="step + 1", ylabel=label)
     recovery.set(ylabel="recovery of entropy (nats)", ylim=(0, None))
-    recovery.set_xticks(range(len(names)), names)
+    recovery.set_xticks(range(len(activations)), activations)
     entropy.legend()
     letters(axes)
     return figure
@@ -138,8 +152,8 @@ STUDY = Study(
     ),
     version=1,
     presets={
-        "quick": Preset(Config(**language_training.small()), seeds=3, seconds=45.0),
-        "paper": Preset(Config(**language_training.wikitext()), seeds=3, seconds=400_000.0),  # an estimate
+        "quick": Preset(Config(**language_training.quick_fields(), rate=QUICK_RATE), seeds=3, seconds=45.0),
+        "paper": Preset(Config(**language_training.paper_fields()), seeds=3, seconds=400_000.0),  # an estimate
     },
     run=run,
     claims=CLAIMS,

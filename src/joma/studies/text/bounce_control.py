@@ -1,8 +1,9 @@
-"""Is the bounce good for anything? Attention held from its entropy's minimum on, beside the free run.
+"""Is the bounce good for anything? Attention frozen from its entropy's minimum on, compared with the free run.
 
 The slides say that in one layer the bounce only slows training, and that in several layers it is what lets them build
-a hierarchy. Where attention is held, the first says that the loss ends lower, the second that it ends higher. Holding
-W_Q and W_K leaves attention to embeddings and lower layers; so in another arm its weights themselves are held.
+a hierarchy. With frozen attention, the first says that the loss ends lower, the second that it ends higher. Freezing
+W_Q and W_K leaves attention to embeddings and lower layers; so in another arm the attention weights themselves are
+frozen.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor
 from joma.arguments import InputError, choice, distinct, whole
 from joma.report.figure import COLOURS, band, canvas, letters, marker
 from joma.studies.text import language_training
+from joma.studies.text.entropy_bounce import MIN_BOUNCE, bounce_p_value
+from joma.studies.text.language_training import QUICK_RATE, Freezing, LayeredSetting, TextColumns, Variant
 from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, above, at_most, below, select
 from joma.train.optimiser import Schedule
 
@@ -31,113 +34,123 @@ ARMS = {
     "steady": "attention weights held from the minimum",
     "frozen": "W_Q, W_K held from the start",
 }
-PLACES = {arm: place for place, arm in enumerate(ARMS)}  # of their colours
-KEPT = ("loss", "valid_loss", "entropy", "diverged")
-LEVEL = 0.95  # of the one-sided bounds over seeds
+COLOUR_INDEX = {arm: index for index, arm in enumerate(ARMS)}
+STORED = ("loss", "valid_loss", "entropy", "diverged")
+CONFIDENCE = 0.95  # of the one-sided bounds over seeds
 
 
 @dataclass(frozen=True)
-class Config(language_training.Setting):
-    """The setting, and what is compared in it."""
+class Config(LayeredSetting):
+    """The setting of text, the model and its training, and what is compared."""
 
+    activation: str = "relu"
+    rate: float = 1e-4
     depths: tuple[int, ...] = (1, 2, 5)
     """Numbers of layers."""
     arms: tuple[str, ...] = ("held", "steady", "frozen")
-    """What is held, beside the free run: names of `ARMS`."""
+    """What is frozen, beside the free run: names of `ARMS`."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Train each depth freely, then again from the same start with attention held from its minimum on.
+    """Train each depth freely, then again from the same start with attention frozen from its minimum on.
 
-    The free run is one that is held after its last step: with the same patterns in every arm, sums are taken in the
-    same order, and on the CPU the arms agree in every bit until they must differ.
+    In the free run parameters are frozen after its last step. So schedules have the same patterns in every arm, sums
+    are taken in the same order, and on the CPU the arms agree in every bit until they must differ.
     """
     depths = [whole("depths", depth) for depth in distinct("depths", config.depths)]
     if "free" in config.arms:
-        raise InputError("arms", "what is held beside the free run", config.arms, "leave `free` out: it is always run")
+        raise InputError("arms", "what is frozen beside the free run", config.arms, "leave `free` out: it always runs")
     for arm in distinct("arms", config.arms, least=0):
         choice("arms", arm, ARMS)
-    text, parts = language_training.read_text(config, context), []
-    for depth in depths:
-        never = np.full((len(context.seeds), depth), config.steps)
-        free = _trained(config, context, text, "free", never)
-        hold, turn = minima(free.entropy), minima(free.entropy.mean("layer").expand_dims(layer=1))[:, 0]
-        holds = {"held": hold, "steady": never, "frozen": 0 * never}
-        arms = {"free": free}
-        for arm in config.arms:
-            arms[arm] = _trained(config, context, text, arm, holds[arm], turn=turn if arm == "steady" else None)
-        joined = xr.concat(list(arms.values()), xr.Variable("arm", list(arms)))
-        joined = joined.assign(hold=(("seed", "layer"), hold), turn=(("seed",), turn))
-        parts.append(joined.assign_coords(layer=range(depth)))
+    text = language_training.read_text(config, context)
+    parts = [_train_depth(config, context, text, depth) for depth in depths]
     return xr.concat(parts, xr.Variable("depth", depths), join="outer").transpose("seed", "depth", ...)
 
 
-def minima(entropy: xr.DataArray) -> Int[np.ndarray, "seed layer"]:
-    """The recorded step at which each layer's entropy, mean over its heads, is least; the earliest of equals."""
+def _train_depth(config: Config, context: Context, text: TextColumns, depth: int) -> xr.Dataset:
+    """Train all arms of one depth, with the steps `hold` [seed, layer] and `turn` [seed] from which they are frozen."""
+    never = np.full((len(context.seeds), depth), config.steps)
+    free = _train_arm(config, context, text, "free", never)
+    hold = minimum_steps(free.entropy)
+    turn = minimum_steps(free.entropy.mean("layer").expand_dims(layer=1))[:, 0]
+    freeze_steps = {"held": hold, "steady": never, "frozen": 0 * never}
+    arms = {"free": free}
+    for arm in config.arms:
+        attention_steps = turn if arm == "steady" else None
+        arms[arm] = _train_arm(config, context, text, arm, freeze_steps[arm], attention_steps=attention_steps)
+    joined = xr.concat(list(arms.values()), xr.Variable("arm", list(arms)))
+    joined = joined.assign(hold=(("seed", "layer"), hold), turn=(("seed",), turn))
+    return joined.assign_coords(layer=range(depth))
+
+
+def minimum_steps(entropy: xr.DataArray) -> Int[np.ndarray, "seed layer"]:
+    """Return the recorded step of the minimum of each layer's entropy, mean over its heads; the earliest of equals."""
     curve = entropy.mean("head").transpose("seed", "layer", "step")
     return entropy.step.values[curve.fillna(np.inf).argmin("step").values]
 
 
-def schedules(hold: Int[np.ndarray, "seed layer"], device: str) -> dict[str, Schedule]:
-    """Factors of the rate that hold W_Q and W_K of each layer, for each seed, once it was updated `hold` times.
+def freeze_schedules(freeze_steps: Int[np.ndarray, "seed layer"], device: str) -> dict[str, Schedule]:
+    """Return factors of the learning rate that freeze W_Q and W_K of each layer and seed after so many updates.
 
-    >>> factor = schedules(np.array([[3], [5]]), "cpu")["layers.0.attention.[qk]*"]
+    >>> factor = freeze_schedules(np.array([[3], [5]]), "cpu")["layers.0.attention.[qk]*"]
     >>> factor(torch.tensor(3))
     tensor([0., 1.], dtype=torch.float64)
     """
-    until = torch.as_tensor(hold, device=device)
-    return {f"layers.{layer}.attention.[qk]*": partial(_going, own) for layer, own in enumerate(until.unbind(1))}
+    by_layer = torch.as_tensor(freeze_steps, device=device).unbind(1)
+    return {f"layers.{layer}.attention.[qk]*": partial(_is_before, steps) for layer, steps in enumerate(by_layer)}
 
 
-def _going(until: Int[Tensor, " seed"], step: Tensor) -> Tensor:
-    return (step < until).double()
+def _is_before(freeze_steps: Int[Tensor, " seed"], step: Tensor) -> Tensor:
+    return (step < freeze_steps).double()
 
 
-def _trained(
+def _train_arm(
     config: Config,
     context: Context,
-    text: language_training.Text,
+    text: TextColumns,
     arm: str,
-    hold: Int[np.ndarray, "seed layer"],
+    freeze_steps: Int[np.ndarray, "seed layer"],
     *,
-    turn: Int[np.ndarray, " seed"] | None = None,
+    attention_steps: Int[np.ndarray, " seed"] | None = None,
 ) -> xr.Dataset:
-    """Train one arm: W_Q and W_K held from `hold` on, attention's weights from `turn` on."""
-    depth = hold.shape[1]
-    found = language_training.train(
+    """Train one arm: W_Q and W_K frozen from `freeze_steps` on, attention weights from `attention_steps` on."""
+    depth = freeze_steps.shape[1]
+    trajectory = language_training.train(
         config,
         context,
         text,
-        layers=depth,
+        Variant(depth, config.activation, config.alike),
+        rate=config.rate,
         label=f"bounce, {depth} layers, {arm}",
-        schedules=schedules(hold, context.device),
-        hold=turn,
+        freezing=Freezing(freeze_schedules(freeze_steps, context.device), attention_steps),
     )
-    return found[[*KEPT]]
+    return trajectory[[*STORED]]
 
 
 def loss_gap(run: xr.Dataset, depth: int, arm: str = "held") -> xr.DataArray:
-    """Validation loss at the end, an arm's less the free run's from the same start, per seed."""
-    end = select(run, depth=depth).valid_loss.isel(step=-1)
-    return select(end, arm=arm) - end.sel(arm="free")
+    """Return the final validation loss of an arm less that of the free run from the same start, per seed."""
+    final_loss = select(run, depth=depth).valid_loss.isel(step=-1)
+    return select(final_loss, arm=arm) - final_loss.sel(arm="free")
 
 
 def gap_bound(run: xr.Dataset, depth: int, arm: str, side: int) -> float:
-    """The bound of an arm's gap; `NotInRun` where nothing was held, every minimum being at the last step."""
+    """Return the bound of an arm's gap; `NotInRun` where nothing was frozen, every minimum being at the last step."""
     gap = loss_gap(run, depth, arm)
-    if bool((_held_from(select(run, depth=depth), depth, arm) >= run.step[-1]).all()):
+    if bool((_frozen_from(select(run, depth=depth), depth, arm) >= run.step[-1]).all()):
         raise NotInRun
     return bound(gap, side)
 
 
-def _held_from(own: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
-    """The step from which each layer of an arm is held [seed, layer]; for the free run that of the arm `held`."""
-    hold = own.hold.isel(layer=slice(depth)).astype(int)
-    return {"steady": xr.zeros_like(hold) + own.turn.astype(int), "frozen": 0 * hold}.get(arm, hold)
+def _frozen_from(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
+    """Return the step from which each layer of an arm is frozen [seed, layer]; for the free run that of `held`."""
+    hold = run.hold.isel(layer=slice(depth)).astype(int)
+    return {"steady": xr.zeros_like(hold) + run.turn.astype(int), "frozen": 0 * hold}.get(arm, hold)
 
 
 def bound(values: xr.DataArray, side: int) -> float:
-    """Student's one-sided bound on the mean over seeds, of level `LEVEL`; NaN for a single seed, or with a lost one.
+    """Return Student's one-sided bound on the mean over seeds, of level `CONFIDENCE`: above for side 1, below for −1.
+
+    NaN for a single seed, or if a seed diverged.
 
     >>> bound(xr.DataArray([1.0, 2.0, 3.0], dims="seed"), -1).round(3)
     np.float64(0.314)
@@ -146,44 +159,61 @@ def bound(values: xr.DataArray, side: int) -> float:
     if count < 2:
         return np.nan
     error = values.std("seed", ddof=1, skipna=False) / np.sqrt(count)
-    return np.float64(values.mean("seed", skipna=False) + side * student.ppf(LEVEL, count - 1) * error)
+    return np.float64(values.mean("seed", skipna=False) + side * student.ppf(CONFIDENCE, count - 1) * error)
 
 
 def recovery(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
-    """Entropy at the end less entropy at the minimum, from where it is held, mean over layers, per seed.
+    """Return the final entropy less that at the minimum, from which an arm is frozen, mean over layers, per seed.
 
-    For the free run and the arm that was never free that is each layer's minimum in the free run.
+    For the free run and the arm that is frozen from the start it is each layer's minimum in the free run.
     """
-    own = select(run, depth=depth).isel(layer=slice(depth))
-    curve = select(own.entropy, arm=arm).mean("head")
-    then = curve.sel(step=_held_from(own, depth, "steady" if arm == "steady" else "held"))
-    return (curve.isel(step=-1) - then).mean("layer")
+    run = select(run, depth=depth).isel(layer=slice(depth))
+    curve = select(run.entropy, arm=arm).mean("head")
+    at_minimum = curve.sel(step=_frozen_from(run, depth, "steady" if arm == "steady" else "held"))
+    return (curve.isel(step=-1) - at_minimum).mean("layer")
 
 
 def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
     layers = "1 layer" if depth == 1 else f"{depth} layers"
     if depth == 1:
-        said, ends = "In 1 layer the bounce only slows training", "a lower"
+        statement, ends = "In 1 layer the bounce only slows training", "a lower"
         expected, side = below(0.0), 1
     else:
-        said, ends = f"In {layers} the bounce lets a hierarchy be built", "a higher"
+        statement, ends = f"In {layers} the bounce lets a hierarchy be built", "a higher"
         expected, side = above(0.0), -1
-    paired = f"ends at {ends} loss (difference of paired runs, {LEVEL:.0%} bound over seeds)"
-    held = {"held": ("loss", "with W_Q and W_K held at each layer's minimum"),
-            "steady": ("steady", "with attention's weights themselves held at the minimum")}  # fmt: skip
+    paired = f"ends at {ends} loss (difference of paired runs, {CONFIDENCE:.0%} bound over seeds)"
+    conditions = {
+        "held": ("loss", "with W_Q and W_K held at each layer's minimum"),
+        "steady": ("steady", "with attention's weights themselves held at the minimum"),
+    }
     return (
-        Claim(f"bounce-{depth}",
-              f"The free run of {layers} falls and bounces back: how often noise alone rises as clearly, 1 unless "
-              f"entropy, mean over layers, falls by {language_training.LEAST:.0%} of its start and comes back from there.",
-              lambda run: language_training.chance(select(run.entropy, depth=depth, arm="free")), at_most(0.05), presets=presets),
-        *(Claim(f"{name}-{depth}", f"{said}: {how}, the model {paired}.",
-                lambda run, arm=arm: gap_bound(run, depth, arm, side), expected, presets=presets, seeds=2)
-          for arm, (name, how) in held.items()),
-        Claim(f"prevented-{depth}",
-              f"Holding W_Q and W_K of {layers} prevents most of the recovery of entropy: what is left of it.",
-              lambda run: recovery(run, depth, "held").mean() / recovery(run, depth, "free").mean(),
-              at_most(0.5), presets=presets),
-    )  # fmt: skip
+        Claim(
+            f"bounce-{depth}",
+            f"The free run of {layers} falls and bounces back: how often noise alone rises as clearly, 1 unless "
+            f"entropy, mean over layers, falls by {MIN_BOUNCE:.0%} of its start and comes back from there.",
+            lambda run: bounce_p_value(select(run.entropy, depth=depth, arm="free")),
+            at_most(0.05),
+            presets=presets,
+        ),
+        *(
+            Claim(
+                f"{name}-{depth}",
+                f"{statement}: {condition}, the model {paired}.",
+                partial(gap_bound, depth=depth, arm=arm, side=side),
+                expected,
+                presets=presets,
+                seeds=2,
+            )
+            for arm, (name, condition) in conditions.items()
+        ),
+        Claim(
+            f"prevented-{depth}",
+            f"Holding W_Q and W_K of {layers} prevents most of the recovery of entropy: what is left of it.",
+            lambda run: recovery(run, depth, "held").mean() / recovery(run, depth, "free").mean(),
+            at_most(0.5),
+            presets=presets,
+        ),
+    )
 
 
 CLAIMS = (
@@ -196,61 +226,71 @@ CLAIMS = (
 def draw_arms(run: xr.Dataset) -> Figure:
     """Draw for every depth entropy and validation loss of each arm, and the loss less the free run's."""
     figure, axes = canvas(3, run.sizes["depth"], width=3.5, height=2.2, sharex=True, sharey="row")
-    for column, depth in zip(axes.T, run.depth.values.tolist(), strict=True):
-        own = run.sel(depth=depth)
-        for arm in run.arm.values.tolist():
-            curves, place = own.sel(arm=arm), PLACES[arm]
-            band(column[0], run.step, curves.entropy.mean(["layer", "head"]), place, ARMS[arm])
-            band(column[1], run.step, curves.valid_loss, place)
-            if arm != "free":
-                band(column[2], run.step, curves.valid_loss - own.valid_loss.sel(arm="free"), place)
-        for row, arm in enumerate(arm for arm in ("held", "steady") if arm in run.arm.values):
-            for step in np.unique(_held_from(own, depth, arm)):
-                low, high = 0.06 * row, 0.06 * (row + 1)
-                column[0].axvline(step, low, high, color=COLOURS[PLACES[arm]], linewidth=1.5)
-        column[0].set_title("1 layer" if depth == 1 else f"{depth} layers")
-        column[2].axhline(0.0, color="0.3", linewidth=0.8)
-        column[2].set_xlabel("step")
-        column[2].xaxis.set_major_locator(MaxNLocator(4))
+    for panels, depth in zip(axes.T, run.depth.values.tolist(), strict=True):
+        _draw_depth(panels, run.sel(depth=depth), depth)
     labels = ("entropy (nats)", "validation loss", "loss − free run's")
     for panel, label in zip(axes[:, 0], labels, strict=True):
         panel.set_ylabel(label)
-    if np.isfinite(_late(run)):  # NaN where every seed was lost
-        axes[1, 0].set_ylim(top=_late(run))
+    top = _largest_late_loss(run) + 0.05
+    if np.isfinite(top):  # NaN where every seed diverged
+        axes[1, 0].set_ylim(top=top)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     letters(axes)
     return figure
 
 
-def _late(run: xr.Dataset) -> float:
-    """The greatest validation loss once a tenth of training is over: the first fall is the same in every arm."""
-    return float(run.valid_loss.where(run.step >= 0.1 * run.step[-1]).max()) + 0.05
+def _draw_depth(panels: np.ndarray, run: xr.Dataset, depth: int) -> None:
+    """Draw the arms of one depth in three panels: entropy, loss, and the loss less the free run's."""
+    entropy, loss, gap = panels
+    arms = run.arm.values.tolist()
+    for arm in arms:
+        curves, index = run.sel(arm=arm), COLOUR_INDEX[arm]
+        band(entropy, run.step, curves.entropy.mean(["layer", "head"]), index, ARMS[arm])
+        band(loss, run.step, curves.valid_loss, index)
+        if arm != "free":
+            band(gap, run.step, curves.valid_loss - run.valid_loss.sel(arm="free"), index)
+    for row, arm in enumerate(arm for arm in ("held", "steady") if arm in arms):
+        for step in np.unique(_frozen_from(run, depth, arm)):
+            low, high = 0.06 * row, 0.06 * (row + 1)
+            entropy.axvline(step, low, high, color=COLOURS[COLOUR_INDEX[arm]], linewidth=1.5)
+    entropy.set_title("1 layer" if depth == 1 else f"{depth} layers")
+    gap.axhline(0.0, color="0.3", linewidth=0.8)
+    gap.set_xlabel("step")
+    gap.xaxis.set_major_locator(MaxNLocator(4))
+
+
+def _largest_late_loss(run: xr.Dataset) -> float:
+    """Return the largest validation loss after a tenth of training: the first fall is the same in every arm."""
+    return float(run.valid_loss.where(run.step >= 0.1 * run.step[-1]).max())
 
 
 def draw_gaps(run: xr.Dataset) -> Figure:
-    """Draw the loss at the end less the free run's, each seed, with bounds over seeds; and what entropy recovers."""
+    """Draw each seed's final loss less the free run's, with bounds over seeds; and what entropy recovers."""
     figure, axes = canvas(1, 2, width=3.7, height=2.8)
-    others = [arm for arm in run.arm.values.tolist() if arm != "free"]
-    places = np.arange(run.sizes["depth"])
-    for index, arm in enumerate(others, start=1):
-        gaps = [loss_gap(run, depth, arm) for depth in run.depth.values.tolist()]
-        at = places + 0.16 * (index - (1 + len(others)) / 2)
-        axes[0, 0].plot(at, gaps, **marker(PLACES[arm]))
-        axes[0, 0].vlines(at, [bound(gap, -1) for gap in gaps], [bound(gap, 1) for gap in gaps], color="0.6", zorder=0)
-    for index, arm in enumerate(run.arm.values.tolist()):
-        rises = [recovery(run, depth, arm) for depth in run.depth.values.tolist()]
-        at = places + 0.16 * (index - (run.sizes["arm"] - 1) / 2)
-        lines = axes[0, 1].plot(at, rises, **marker(PLACES[arm]))
+    depths, arms = run.depth.values.tolist(), run.arm.values.tolist()
+    frozen_arms = [arm for arm in arms if arm != "free"]
+    for arm, x in zip(frozen_arms, _columns(len(depths), len(frozen_arms)), strict=True):
+        gaps = [loss_gap(run, depth, arm) for depth in depths]
+        axes[0, 0].plot(x, gaps, **marker(COLOUR_INDEX[arm]))
+        axes[0, 0].vlines(x, [bound(gap, -1) for gap in gaps], [bound(gap, 1) for gap in gaps], color="0.6", zorder=0)
+    for arm, x in zip(arms, _columns(len(depths), len(arms)), strict=True):
+        recoveries = [recovery(run, depth, arm) for depth in depths]
+        lines = axes[0, 1].plot(x, recoveries, **marker(COLOUR_INDEX[arm]))
         lines[0].set_label(ARMS[arm])
     axes[0, 0].set(ylabel="loss − free run's", title="Loss")
     axes[0, 1].set(ylabel="entropy regained (nats)", title="Recovery")
     for panel in axes[0]:
         panel.axhline(0.0, color="0.3", linewidth=0.8)
-        panel.set_xticks(places, run.depth.values)
-        panel.set(xlabel="layers", xlim=(-0.5, len(places) - 0.5))
+        panel.set_xticks(range(len(depths)), depths)
+        panel.set(xlabel="layers", xlim=(-0.5, len(depths) - 0.5))
     figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     letters(axes)
     return figure
+
+
+def _columns(depths: int, arms: int) -> list[np.ndarray]:
+    """Return for each arm its x at every depth: arms side by side, centred at the depth's number."""
+    return [np.arange(depths) + 0.16 * (index - (arms - 1) / 2) for index in range(arms)]
 
 
 STUDY = Study(
@@ -273,7 +313,8 @@ STUDY = Study(
     presets={
         "quick": Preset(
             Config(
-                **language_training.small(steps=440),
+                **language_training.quick_fields(steps=440),
+                rate=QUICK_RATE,
                 depths=(1, 2),
                 arms=("held", "steady"),
             ),
@@ -281,7 +322,7 @@ STUDY = Study(
             seconds=65,
         ),
         # On a GPU; the seconds on 2 cores are an estimate from the operations of a step.
-        "paper": Preset(Config(**language_training.wikitext(every=500)), seeds=3, seconds=1_000_000),
+        "paper": Preset(Config(**language_training.paper_fields(every=500)), seeds=3, seconds=1_000_000),
     },
     run=run,
     claims=CLAIMS,

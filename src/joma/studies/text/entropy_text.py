@@ -10,25 +10,30 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from joma.arguments import distinct, whole
 from joma.report.figure import COLOURS, LINES, band, canvas, letters
 from joma.studies.text import language_training
+from joma.studies.text.entropy_bounce import MIN_BOUNCE, bounce_p_value
+from joma.studies.text.language_training import QUICK_RATE, LayeredSetting, Variant
 from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most, near, select
 
-BEST = {1: 5.356, 2: 5.255, 5: 5.167, 10: 5.109}  # published: least validation loss by layers, mean of 3 seeds
+PUBLISHED_LOSS = {1: 5.356, 2: 5.255, 5: 5.167, 10: 5.109}  # least validation loss by layers, mean of 3 seeds
 WIKITEXT2 = {"types": 28_782, "tokens": 2_049_990}  # of the training text, by torchtext's rules
-LAID_OUT = {"columns": 10, "length": 35}  # the authors' validation text, of which they show one window
-EARLY = 4_000  # steps within which the one-layer model's attention is to fall
+AUTHORS_LAYOUT = {"columns": 10, "length": 35}  # of the validation text, of which the authors show one window
+FALL_STEPS = 4_000  # within which the attention of the one-layer model must fall
 # The authors' own curves (arXiv 2310.00535), 3 seeds, every 1,000 steps.
-PUBLISHED = Path(__file__).with_name("wikitext2.csv")
+PUBLISHED_CURVES = Path(__file__).with_name("wikitext2.csv")
 
 
 @dataclass(frozen=True)
-class Config(language_training.Setting):
-    """The setting, and the numbers of layers that are trained."""
+class Config(LayeredSetting):
+    """The setting of text, the model and its training, and the numbers of layers that are trained."""
 
+    activation: str = "relu"
+    rate: float = 1e-4
     depths: tuple[int, ...] = (1, 2, 5, 10)
 
 
@@ -36,96 +41,101 @@ def run(config: Config, context: Context) -> xr.Dataset:
     """Train a model of each depth, all seeds at once."""
     depths = [whole("depths", depth) for depth in distinct("depths", config.depths)]
     text = language_training.read_text(config, context)
-    parts = [
-        language_training.train(config, context, text, layers=depth, label=f"entropy-text, {depth} layers")
+    trajectories = [
+        language_training.train(
+            config,
+            context,
+            text,
+            Variant(depth, config.activation, config.alike),
+            rate=config.rate,
+            label=f"entropy-text, {depth} layers",
+        )
         for depth in depths
     ]
-    found = xr.concat(parts, xr.DataArray(depths, dims="depth", name="depth"), join="outer", combine_attrs="drop")
-    laid_out = {"columns": text.valid.shape[0], "length": text.length, "glance": config.glance or 0}
-    return found.assign_attrs(types=text.types, tokens=int(text.counts.sum()), epoch=text.epoch, **laid_out)
+    axis = xr.DataArray(depths, dims="depth", name="depth")
+    trajectory = xr.concat(trajectories, axis, join="outer", combine_attrs="drop")
+    layout = {"columns": text.valid.shape[0], "length": text.length, "glance": config.glance or 0}
+    return trajectory.assign_attrs(types=text.types, tokens=int(text.counts.sum()), epoch=text.epoch, **layout)
 
 
 @cache
 def published() -> xr.Dataset:
-    """The authors' curves: `entropy` and `valid_loss` over depth, layer, seed and step.
+    """Return the authors' curves: `entropy` and `valid_loss` over depth, layer, seed and step.
 
     >>> round(float(published().valid_loss.sel(depth=1).min("step").mean()), 3)
     5.356
     """
-    table = np.genfromtxt(PUBLISHED, delimiter=",", names=True)
-    axes = {
-        "depth": table["layers"].astype(int),
-        "layer": table["layer"].astype(int),
-        "seed": table["seed"].astype(int),
-        "step": table["step"].astype(int),
-    }
-    coords = {name: np.unique(values) for name, values in axes.items()}
-    found = {}
+    table = np.genfromtxt(PUBLISHED_CURVES, delimiter=",", names=True)
+    columns = {"depth": "layers", "layer": "layer", "seed": "seed", "step": "step"}
+    labels = {axis: table[column].astype(int) for axis, column in columns.items()}
+    coords = {axis: np.unique(values) for axis, values in labels.items()}
+    row_indices = tuple(np.searchsorted(coords[axis], values) for axis, values in labels.items())
+    curves = {}
     for name in ("entropy", "valid_loss"):
-        values = np.full([own.size for own in coords.values()], np.nan)
-        values[tuple(np.searchsorted(coords[axis], own) for axis, own in axes.items())] = table[name]
-        found[name] = (tuple(coords), values)
-    return xr.Dataset(found, coords).assign(valid_loss=lambda own: own.valid_loss.isel(layer=0))
+        values = np.full([coordinate.size for coordinate in coords.values()], np.nan)
+        values[row_indices] = table[name]
+        curves[name] = (tuple(coords), values)
+    return xr.Dataset(curves, coords).assign(valid_loss=lambda dataset: dataset.valid_loss.isel(layer=0))
 
 
 def on_wikitext(run: xr.Dataset) -> bool:
-    """Whether the text is WikiText-2, as words: by the numbers of its types and of its tokens."""
-    return _says(run, WIKITEXT2)
+    """Return whether the text is WikiText-2, tokenised into words, by the numbers of its types and of its tokens."""
+    return _has_attributes(run, WIKITEXT2)
 
 
-def _says(run: xr.Dataset, numbers: Mapping[str, int]) -> bool:
+def _has_attributes(run: xr.Dataset, numbers: Mapping[str, int]) -> bool:
     return all(int(run.attrs.get(name, 0)) == number for name, number in numbers.items())
 
 
-def _published(run: xr.Dataset, depth: int) -> xr.Dataset:
-    """One depth of a run on WikiText-2; `NotInRun` on any other text, of which nothing was published."""
+def _comparable(run: xr.Dataset, depth: int) -> xr.Dataset:
+    """Select one depth of a run on WikiText-2; `NotInRun` on any other text, of which nothing was published."""
     if not on_wikitext(run):
         raise NotInRun
     return select(run, depth=depth)
 
 
 def first_layer(run: xr.Dataset) -> xr.DataArray:
-    """Entropy of the one-layer model on WikiText-2, mean over heads, [seed, step]."""
-    return _published(run, 1).entropy.isel(layer=0).mean("head").transpose("seed", "step")
+    """Return the entropy of the one-layer model on WikiText-2, mean over heads, [seed, step]."""
+    return _comparable(run, 1).entropy.isel(layer=0).mean("head").transpose("seed", "step")
 
 
 def best_loss(run: xr.Dataset, depth: int) -> xr.DataArray:
-    """The least validation loss on WikiText-2, per seed."""
-    return _published(run, depth).valid_loss.min("step")
+    """Return the least validation loss on WikiText-2, per seed."""
+    return _comparable(run, depth).valid_loss.min("step")
 
 
 def fall(run: xr.Dataset, within: int) -> xr.DataArray:
-    """How far entropy falls from its start within so many steps, per seed."""
+    """Return how far entropy falls from its start within so many steps, per seed."""
     curve = first_layer(run)
     return curve.isel(step=0) - curve.sel(step=slice(0, within)).min("step")
 
 
 def recovery(run: xr.Dataset) -> xr.DataArray:
-    """How far entropy comes back from its least value to the end, per seed."""
+    """Return how far entropy recovers from its minimum by the end, per seed."""
     curve = first_layer(run)
     return curve.isel(step=-1) - curve.min("step")
 
 
 def distance(run: xr.Dataset, depth: int) -> float:
-    """Mean absolute distance of entropy over the whole validation text from the published curves, layer by layer.
+    """Return the mean absolute distance of entropy over all validation text from the published curves, by layer.
 
-    Of the mean over seeds from the mean over theirs: a single run of ten layers is further from that, theirs too.
+    The mean over seeds is compared with the authors' mean: a single run of ten layers is further from it, theirs too.
     `NotInRun` where not all of that text was read, or not at all steps of the published curves.
     """
-    if not _says(run, {"glance": 0}):
+    if not _has_attributes(run, {"glance": 0}):
         raise NotInRun
-    return _apart(_published(run, depth).entropy, depth)
+    return _distance_from_published(_comparable(run, depth).entropy, depth)
 
 
 def window_distance(run: xr.Dataset, depth: int) -> float:
-    """The same of the entropy in the window that the authors show; `NotInRun` where it was not read, or is another."""
-    own = _published(run, depth)
-    if "window_entropy" not in own or not _says(run, LAID_OUT):
+    """Return the same distance in the window that the authors show; `NotInRun` where that window was not read."""
+    trajectory = _comparable(run, depth)
+    if "window_entropy" not in trajectory or not _has_attributes(run, AUTHORS_LAYOUT):
         raise NotInRun
-    return _apart(own.window_entropy, depth)
+    return _distance_from_published(trajectory.window_entropy, depth)
 
 
-def _apart(entropy: xr.DataArray, depth: int) -> float:
+def _distance_from_published(entropy: xr.DataArray, depth: int) -> float:
     theirs = published().entropy.sel(depth=depth, layer=range(depth)).mean("seed")
     if not np.isin(theirs.step, entropy.step).all():
         raise NotInRun
@@ -133,8 +143,8 @@ def _apart(entropy: xr.DataArray, depth: int) -> float:
     return float(abs(ours - theirs).mean(skipna=False))
 
 
-def deeper(run: xr.Dataset) -> xr.DataArray:
-    """The largest rise of the least validation loss from one depth to the next, per seed; below 0 if there is none.
+def largest_rise(run: xr.Dataset) -> xr.DataArray:
+    """Return the largest rise of the least validation loss from one depth to the next, per seed; below 0 if none.
 
     `NotInRun` where there is one depth only.
     """
@@ -154,13 +164,13 @@ CLAIMS = (
             across="mean",
             presets=("paper",),
         )
-        for depth, value in BEST.items()
+        for depth, value in PUBLISHED_LOSS.items()
     ),
     Claim(
         "fall",
-        f"WikiText-2, 1 layer: attention falls sparse within {EARLY:,} steps, entropy by so many nats (mean, as "
+        f"WikiText-2, 1 layer: attention falls sparse within {FALL_STEPS:,} steps, entropy by so many nats (mean, as "
         "published).",
-        partial(fall, within=EARLY),
+        partial(fall, within=FALL_STEPS),
         at_least(0.8),
         across="mean",
         presets=("paper",),
@@ -176,8 +186,8 @@ CLAIMS = (
     Claim(
         "bounce",
         "One layer: entropy falls and bounces back; how often noise on a curve that never rises would look so, 1 "
-        f"unless it falls by {language_training.LEAST:.0%} of its start and comes back from there.",
-        lambda run: language_training.chance(select(run, depth=1).entropy.isel(layer=[0])),
+        f"unless it falls by {MIN_BOUNCE:.0%} of its start and comes back from there.",
+        lambda run: bounce_p_value(select(run, depth=1).entropy.isel(layer=[0])),
         at_most(0.01),
     ),
     *(
@@ -194,12 +204,12 @@ CLAIMS = (
             ("curve", distance, "over the whole validation text"),
             ("window", window_distance, "in the window that the authors show"),
         )
-        for depth in BEST
+        for depth in PUBLISHED_LOSS
     ),
     Claim(
         "deeper",
         "Deeper models reach a lower loss; largest rise from one depth to the next, mean over seeds as published.",
-        deeper,
+        largest_rise,
         at_most(0.0),
         across="mean",
     ),
@@ -207,21 +217,21 @@ CLAIMS = (
 
 
 def draw_entropy(run: xr.Dataset) -> Figure:
-    """Entropy of every layer against the step, a panel a depth; on WikiText-2 the authors' curves over it."""
+    """Draw the entropy of every layer against the step, a panel a depth; on WikiText-2 with the authors' curves."""
     depths = [int(depth) for depth in run.depth]
     figure, axes = canvas(1, len(depths), width=2.9, sharey=True)
     theirs = published().reindex(depth=depths, layer=range(max(depths))) if on_wikitext(run) else None
     for panel, depth in zip(axes[0], depths, strict=True):
-        ours = run.entropy.sel(depth=depth).mean("head")
         for layer in range(depth):
-            own, colour = ours.sel(layer=layer), colormaps["viridis"](0.9 * layer / max(1, depth - 1))
+            colour = colormaps["viridis"](0.9 * layer / max(1, depth - 1))
+            look = {"color": colour, "linestyle": LINES[layer % len(LINES)]}
             label = f"layer {layer}" if layer in (0, depth // 2, depth - 1) else None
-            panel.plot(own.step + 1, own.mean("seed"), color=colour, linestyle=LINES[layer % len(LINES)], label=label)
-            panel.fill_between(own.step + 1, own.min("seed"), own.max("seed"), color=colour, alpha=0.15, linewidth=0)
+            entropy = run.entropy.sel(depth=depth).mean("head").sel(layer=layer)
+            steps = entropy.step + 1
+            panel.plot(steps, entropy.mean("seed"), **look, label=label)
+            panel.fill_between(steps, entropy.min("seed"), entropy.max("seed"), color=colour, alpha=0.15, linewidth=0)
             if theirs is not None:
-                dots, at = theirs.entropy.sel(depth=depth, layer=layer), theirs.step + 1
-                panel.plot(at, dots.mean("seed"), ".", color=colour, markersize=2.5, alpha=0.6)
-                panel.vlines(at, dots.min("seed"), dots.max("seed"), color=colour, linewidth=0.5, alpha=0.3)
+                _draw_published(panel, theirs.entropy.sel(depth=depth, layer=layer), colour)
         panel.set(xscale="log", xlabel="step + 1", title=f"{depth} layer{'s' * (depth > 1)}")
         panel.legend()
     axes[0, 0].set_ylabel("attention entropy (nats)")
@@ -229,16 +239,23 @@ def draw_entropy(run: xr.Dataset) -> Figure:
     return figure
 
 
+def _draw_published(panel: Axes, entropy: xr.DataArray, colour: tuple[float, ...]) -> None:
+    """Draw the mean over the authors' seeds as dots and their range as thin lines."""
+    steps = entropy.step + 1
+    panel.plot(steps, entropy.mean("seed"), ".", color=colour, markersize=2.5, alpha=0.6)
+    panel.vlines(steps, entropy.min("seed"), entropy.max("seed"), color=colour, linewidth=0.5, alpha=0.3)
+
+
 def draw_learning(run: xr.Dataset) -> Figure:
-    """Validation loss, and the stable rank of the lowest MLP's lower weights, against the step."""
+    """Draw the validation loss, and the stable rank of the lowest MLP's lower weights, against the step."""
     figure, axes = canvas(1, 2)
     for index, depth in enumerate(int(depth) for depth in run.depth):
-        own = run.sel(depth=depth)
+        trajectory = run.sel(depth=depth)
         label = f"{depth} layer{'s' * (depth > 1)}"
-        band(axes[0, 0], own.step + 1, own.valid_loss, index, label)
-        band(axes[0, 1], own.step + 1, own.stable_rank.isel(layer=0), index, label)
-        best = float(own.valid_loss.min("step").mean())
-        axes[0, 0].axhline(best, color=COLOURS[index], linewidth=0.6, alpha=0.5)
+        band(axes[0, 0], trajectory.step + 1, trajectory.valid_loss, index, label)
+        band(axes[0, 1], trajectory.step + 1, trajectory.stable_rank.isel(layer=0), index, label)
+        best = float(trajectory.valid_loss.min("step").mean())
+        axes[0, 0].axhline(best, color=COLOURS[index % len(COLOURS)], linewidth=0.6, alpha=0.5)
     axes[0, 0].set(xscale="log", xlabel="step + 1", ylabel="validation loss (nats)")
     axes[0, 1].set(xscale="log", xlabel="step + 1", ylabel="stable rank of the lowest MLP")
     axes[0, 0].legend()
@@ -260,8 +277,12 @@ STUDY = Study(
     ),
     version=3,
     presets={
-        "quick": Preset(Config(**language_training.small(steps=1_500, every=50), depths=(1, 2)), seeds=3, seconds=75.0),
-        "paper": Preset(Config(**language_training.wikitext()), seeds=3, seconds=500_000.0),
+        "quick": Preset(
+            Config(**language_training.quick_fields(steps=1_500, every=50), rate=QUICK_RATE, depths=(1, 2)),
+            seeds=3,
+            seconds=75.0,
+        ),
+        "paper": Preset(Config(**language_training.paper_fields()), seeds=3, seconds=500_000.0),
     },
     run=run,
     claims=CLAIMS,

@@ -1,12 +1,12 @@
 """Do the MLP's weights predict attention in a language model trained on text? Theorem 1 outside its assumptions.
 
-The one-layer model has no free logits z and no free context rows v. Both are read from its matrices, for token types
-with e = √width · embedding:
+In the one-layer model the logits z and the context rows v are not parameters. Both are computed from its matrices, for
+token types with e = √width · embedding:
 
     z_ql = (x_q W_Q + b_Q)·(e_l W_K + b_K)/√width,    x_q = e_q + mean position
     v_lk = e_l W_V W_O N W_1[:, k],                   N = (1 − 11ᵀ/width) diag(gain)
 
-z is the logit between two types averaged over positions: it is bilinear, so that the average is taken inside; the
+z is the logit between two types averaged over positions: it is bilinear, so that positions can be averaged first; the
 key's mean position adds the same to every token, which softmax does not see. v is what a unit of attention on token l
 adds to hidden unit k before its activation, as `U_Cᵀ w` is in the theory's block. N is the linear part of the
 LayerNorm between attention and MLP. Its division by the standard deviation, one number for each position, is left
@@ -17,10 +17,10 @@ Theorem 1 for softmax attention, drift and gap taken as zero, with Z = Σ_q z_q:
     Z(t) − Z(0) = (κ/2) [Σ_k v_k² − b_ref Σ_k ‖v_k‖²]₀ᵗ
 
 b_ref is the frequency of types, and Σ_k ‖v_k‖² is over all types, of which the most frequent are compared. For exp
-attention the law is exact and is the first term alone; both are tried. κ, the ratio of two rates, is unknown under Adam
-and with z made of products: one scale for each seed is fitted to all saves of its training. Only the sum over queries
-is predicted; of single queries the same prediction is tried as a further figure. As softmax does not see a shift, z is
-taken less its mean over tokens.
+attention the law is exact and is the first term alone; both laws are tried. κ, the ratio of two rates, is unknown under
+Adam and with z made of products: one scale for each seed is fitted to all recorded steps of its training. Only the sum
+over queries is predicted; for single queries the same prediction is tried as a further figure. As softmax does not see
+a shift, the mean over tokens is subtracted from z.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from joma.models.transformer import Decoder, Layer, Linear
 from joma.probes.orthogonality import cosine_orthogonality
 from joma.report.figure import band, canvas, letters, marker, theory
 from joma.studies.text import language_training
+from joma.studies.text.language_training import QUICK_RATE, FurtherMeasures, LanguageSetting, TextColumns, Variant
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, between
 from joma.theory import invariants
 
@@ -49,13 +50,15 @@ DIMS = {"z": ("query", "token"), "z_all": ("token",), "squares": ("token",), "re
 VECTORS = {"embedding": "embeddings e", "value": "value path e W_V W_O"}
 LAWS = {"softmax": "law of softmax, Σ v² − b S", "exp": "law of exp, Σ v² alone"}
 SUMS = {"asked": "sum over the queries asked", "all": "sum over all types"}
-TAIL = 0.025  # of the permutation null, on either side
+TAIL = 0.025  # share of the permutation null outside of either bound
 
 
 @dataclass(frozen=True)
-class Config(language_training.Setting):
-    """The setting, and the token types that are looked at, the most frequent ones."""
+class Config(LanguageSetting):
+    """The setting of text, the model and its training, and how many of the most frequent token types are compared."""
 
+    activation: str = "relu"
+    rate: float = 1e-4
     tokens: int = 200
     queries: int = 50
     permutations: int = 999
@@ -63,43 +66,41 @@ class Config(language_training.Setting):
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Train the one-layer model, reading logits and value path at every save, and compare them."""
+    """Train the one-layer model, reading logits and value path at every recorded step, and compare them."""
     if config.heads != 1:
-        raise InputError("heads", "1, as the theory has", config.heads, "leave it at 1")
+        raise InputError("heads", "1, as in the theory", config.heads, "leave it at 1")
     whole("permutations", config.permutations, low=1)
     text = language_training.read_text(config, context)
     tokens, queries = _most_frequent(text, config)
-    spare = np.setdiff1d(np.arange(text.types), tokens)
-    found = language_training.train(
+    measure = partial(read, tokens=torch.from_numpy(tokens), queries=torch.from_numpy(queries))
+    trajectory = language_training.train(
         config,
         context,
         text,
-        layers=1,
+        Variant(layers=1, activation=config.activation),
+        rate=config.rate,
         label="invariant-text",
-        probe=partial(read, tokens=torch.from_numpy(tokens), queries=torch.from_numpy(queries)),
-        dims=DIMS,
+        further=FurtherMeasures(measure, DIMS),
     )
-    named = {"vectors": list(VECTORS), "token": [text.names[one] for one in tokens]}
-    rng, counts = np.random.default_rng(context.seeds), np.append(text.counts[tokens], text.counts[spare].sum())
-    laws = [compare(found, counts, law, permutations=config.permutations, generator=rng) for law in LAWS]
-    kept = found.drop_vars(["z", "z_all"])
-    return (
-        kept.merge(xr.concat(laws, xr.Variable("law", list(LAWS)))).assign_coords(named).transpose("seed", "step", ...)
-    )
+    others = np.setdiff1d(np.arange(text.types), tokens)
+    counts = np.append(text.counts[tokens], text.counts[others].sum())
+    rng = np.random.default_rng(context.seeds)
+    laws = [compare(trajectory, counts, law, permutations=config.permutations, generator=rng) for law in LAWS]
+    labels = {"vectors": list(VECTORS), "token": [text.names[token] for token in tokens]}
+    merged = trajectory.drop_vars(["z", "z_all"]).merge(xr.concat(laws, xr.Variable("law", list(LAWS))))
+    return merged.assign_coords(labels).transpose("seed", "step", ...)
 
 
-def _most_frequent(
-    text: language_training.Text, config: Config
-) -> tuple[Int[np.ndarray, " token"], Int[np.ndarray, " query"]]:
-    """The numbers of the most frequent types that occur in the training text, and the first of them as queries."""
-    there = int((text.counts > 0).sum())
-    tokens = whole("tokens", config.tokens, low=3, high=there)
+def _most_frequent(text: TextColumns, config: Config) -> tuple[Int[np.ndarray, " token"], Int[np.ndarray, " query"]]:
+    """Return the numbers of the most frequent types of the training text, and the first of them as queries."""
+    occurring = int((text.counts > 0).sum())
+    tokens = whole("tokens", config.tokens, low=3, high=occurring)
     ranked = np.argsort(-text.counts, kind="stable")[:tokens]
     return ranked, ranked[: whole("queries", config.queries, high=tokens)]
 
 
 def read(model: Decoder, *, tokens: Int[Tensor, " token"], queries: Int[Tensor, " query"]) -> dict[str, Tensor]:
-    """Read logits and value path of a one-layer, one-head model, as the module says.
+    """Compute logits and value path of a one-layer, one-head model, as the module's docstring defines them.
 
     Returns:
         Per seed `z` [query, token]; `z_all` [token], the sum over all types as queries; `squares` [token], Σ_k v_lk²,
@@ -111,38 +112,39 @@ def read(model: Decoder, *, tokens: Int[Tensor, " token"], queries: Int[Tensor, 
     attention = layer.attention
     assert attention.query is not None
     assert attention.key is not None
-    every = model.embedding.double() * (model.input_stage.scale or 1.0)
-    place = 0.0 if model.position_encoding is None else model.position_encoding.double().mean(dim=1, keepdim=True)
-    e = every[:, tokens.to(every.device)]
-    key = _through(e, attention.key) / math.sqrt(e.shape[-1])
-    asked = _through(every[:, queries.to(every.device)] + place, attention.query)
-    all_types = _through((every + place).mean(dim=1, keepdim=True), attention.query) * every.shape[1]
-    v = normed(value_path(every, layer), layer) @ layer.lower.weight.double()
-    squares = v.square().sum(dim=-1)
-    looked_at = squares[:, tokens.to(every.device)]
+    embeddings = model.embedding.double() * (model.input_stage.scale or 1.0)
+    encoding = model.position_encoding
+    mean_position = 0.0 if encoding is None else encoding.double().mean(dim=1, keepdim=True)
+    e = embeddings[:, tokens.to(embeddings.device)]
+    key = _affine(e, attention.key) / math.sqrt(e.shape[-1])
+    query = _affine(embeddings[:, queries.to(embeddings.device)] + mean_position, attention.query)
+    mean_query = _affine((embeddings + mean_position).mean(dim=1, keepdim=True), attention.query)
+    v = normed(value_path(embeddings, layer), layer) @ layer.lower.weight.double()
+    all_squares = v.square().sum(dim=-1)
+    squares = all_squares[:, tokens.to(embeddings.device)]
     excess = [cosine_orthogonality(vectors).excess for vectors in (e, value_path(e, layer))]
     return {
-        "z": asked @ key.mT,
-        "z_all": (all_types @ key.mT)[:, 0],
-        "squares": looked_at,
-        "rest": squares.sum(dim=-1) - looked_at.sum(dim=-1),
+        "z": query @ key.mT,
+        "z_all": ((mean_query * embeddings.shape[1]) @ key.mT)[:, 0],
+        "squares": squares,
+        "rest": all_squares.sum(dim=-1) - squares.sum(dim=-1),
         "excess": torch.stack(excess, dim=-1),
     }
 
 
-def _through(x: Float[Tensor, "seed row width"], linear: Linear) -> Float[Tensor, "seed row out"]:
+def _affine(x: Float[Tensor, "seed row width"], linear: Linear) -> Float[Tensor, "seed row out"]:
     y = x @ linear.weight.double()
     return y if linear.bias is None else y + linear.bias.double()[:, None]
 
 
 def value_path(e: Float[Tensor, "seed token width"], layer: Layer) -> Float[Tensor, "seed token width"]:
-    """e W_V W_O: what a unit of attention on a token adds to the residual stream, biases aside."""
+    """Return e W_V W_O: what a unit of attention on a token adds to the residual stream, without biases."""
     x = e @ layer.attention.value.weight.double()
     return x if layer.attention.projection is None else x @ layer.attention.projection.weight.double()
 
 
 def normed(x: Float[Tensor, "seed token width"], layer: Layer) -> Float[Tensor, "seed token width"]:
-    """x N: centred and times the gain, as in the norm after attention, but not divided by a standard deviation."""
+    """Return x N: centred and times the gain of the norm after attention, but not divided by a standard deviation."""
     if layer.norm_placement != "post":
         return x
     gain = layer.norms[0].gain
@@ -151,122 +153,122 @@ def normed(x: Float[Tensor, "seed token width"], layer: Layer) -> Float[Tensor, 
 
 
 def compare(
-    found: xr.Dataset,
+    trajectory: xr.Dataset,
     counts: Int[np.ndarray, " tokens_and_rest"],
     law: str,
     *,
     permutations: int,
     generator: np.random.Generator,
 ) -> xr.Dataset:
-    """Compare the logits' change with Theorem 1's prediction of it, over tokens.
+    """Compare the change of the logits with Theorem 1's prediction of it, over tokens.
 
     Args:
-        found: `z`, `z_all`, `squares` and `rest` of `read` over seed and step, from the first step on.
-        counts: of each token in the text, and last of all other types together.
-        law: whose, a name of `LAWS`.
-        permutations: how many of the prediction's tokens make the null.
-        generator: of the permutations.
+        trajectory: `z`, `z_all`, `squares` and `rest` of `read` over seed and step, from the first step on.
+        counts: how often each token occurs in the text, and last all other types together.
+        law: a name of `LAWS`.
+        permutations: number of permutations of the prediction's tokens in the null.
+        generator: draws the permutations.
 
     Returns:
         Over seed and step, NaN at the start: `correlation` with the change of either of `SUMS`; `each`, its mean over
         single queries; `by_frequency`, that of log frequency with the sum; `partial`, the prediction's once log
         frequency is regressed out of both; bounds `null` and `partial_null` under permutation; `scale`, the best one
-        of each save; `error`, with the one best scale of the seed, `fitted`; a scale below 0 says that the law is
-        turned round. At the end, by token: `moved` and `predicted`.
+        of each step; `error`, with the one best scale of the seed, `fitted`; a scale below 0 means that the law has the
+        wrong sign. At the end, by token: `moved` and `predicted`.
     """
-    sums = xr.concat([found.z.sum("query"), found.z_all], xr.Variable("sum", list(SUMS)))
+    sums = xr.concat([trajectory.z.sum("query"), trajectory.z_all], xr.Variable("sum", list(SUMS)))
     assert isinstance(sums, xr.DataArray)
-    moved = _moved(sums)
-    asked = moved.sel(sum="asked", drop=True)
-    hat = _centred(_predicted(found, counts, law))
+    change = _centred_change(sums)
+    query_change = change.sel(sum="asked", drop=True)
+    prediction = _centred(_predict(trajectory, counts, law))
     frequency = _centred(xr.DataArray(np.log(counts[:-1]), dims="token"))
-    rest = _without(asked, frequency), _without(hat, frequency)
+    residuals = _regress_out(query_change, frequency), _regress_out(prediction, frequency)
     orders = generator.permuted(np.tile(np.arange(len(counts) - 1), (permutations, 1)), axis=1)
-    scale = (asked * hat).sum(["step", "token"]) / (hat**2).sum(["step", "token"])
+    scale = (query_change * prediction).sum(["step", "token"]) / (prediction**2).sum(["step", "token"])
     measures = {
-        "correlation": _correlation(moved, hat),
-        "each": _correlation(_moved(found.z), hat).mean("query"),
-        "by_frequency": _correlation(asked, frequency),
-        "partial": _correlation(*rest),
-        "null": _null(asked, hat, orders),
-        "partial_null": _null(*rest, orders),
-        "scale": (asked * hat).sum("token") / (hat**2).sum("token"),
-        "error": _error(asked, scale * hat),
+        "correlation": _correlation(change, prediction),
+        "each": _correlation(_centred_change(trajectory.z), prediction).mean("query"),
+        "by_frequency": _correlation(query_change, frequency),
+        "partial": _correlation(*residuals),
+        "null": _null(query_change, prediction, orders),
+        "partial_null": _null(*residuals, orders),
+        "scale": (query_change * prediction).sum("token") / (prediction**2).sum("token"),
+        "error": _error(query_change, scale * prediction),
     }
-    measures = {name: own.where(own.step > own.step[0]) for name, own in measures.items()}
-    ends = {"moved": asked.isel(step=-1, drop=True), "predicted": (scale * hat).isel(step=-1, drop=True)}
-    return xr.Dataset({**measures, **ends, "fitted": scale})
+    measures = {name: measure.where(measure.step > measure.step[0]) for name, measure in measures.items()}
+    final = {"moved": query_change.isel(step=-1, drop=True), "predicted": (scale * prediction).isel(step=-1, drop=True)}
+    return xr.Dataset({**measures, **final, "fitted": scale})
 
 
-def _centred(own: xr.DataArray) -> xr.DataArray:
-    return own - own.mean("token")
+def _centred(values: xr.DataArray) -> xr.DataArray:
+    return values - values.mean("token")
 
 
-def _moved(z: xr.DataArray) -> xr.DataArray:
-    """The change from the first step, less its mean over tokens, which softmax does not see."""
+def _centred_change(z: xr.DataArray) -> xr.DataArray:
+    """Return the change since the first step less its mean over tokens, which softmax does not see."""
     return _centred(z - z.isel(step=0, drop=True))
 
 
-def _predicted(found: xr.Dataset, counts: Int[np.ndarray, " tokens_and_rest"], law: str) -> xr.DataArray:
-    """Theorem 1's change of Σ_q z_q for κ = 1.
+def _predict(trajectory: xr.Dataset, counts: Int[np.ndarray, " tokens_and_rest"], law: str) -> xr.DataArray:
+    """Return Theorem 1's prediction of the change of Σ_q z_q for κ = 1.
 
-    The law knows v by Σ_k v_k² of each token and by their sum alone: one hidden unit stands for all units, and one more
-    token for all types that are not looked at.
+    The law depends on v only by Σ_k v_k² of each token and by the sum of these. So one hidden unit stands for all
+    units, and one more token for all types that are not compared.
     """
-    squares, rest = (own.fillna(0.0).values for own in (found.squares.transpose("seed", "step", "token"), found.rest))
+    squares = trajectory.squares.transpose("seed", "step", "token").fillna(0.0).values
+    rest = trajectory.rest.fillna(0.0).values
     v = np.sqrt(np.concatenate([squares, rest[..., None]], axis=-1))[..., None]
     b_ref = counts / counts.sum() if law == "softmax" else None
-    hat = invariants.predict(law, v, v[:, :1], np.zeros((1, len(counts))), b_ref=b_ref)[..., :-1]
-    return xr.DataArray(hat, found.rest.coords, ("seed", "step", "token"))
+    prediction = invariants.predict(law, v, v[:, :1], np.zeros((1, len(counts))), b_ref=b_ref)[..., :-1]
+    return xr.DataArray(prediction, trajectory.rest.coords, ("seed", "step", "token"))
 
 
-def _without(own: xr.DataArray, other: xr.DataArray) -> xr.DataArray:
-    """What a line through the other, both centred, leaves."""
-    return own - other * (own * other).sum("token") / (other**2).sum("token")
+def _regress_out(values: xr.DataArray, regressor: xr.DataArray) -> xr.DataArray:
+    """Return the residuals of a linear regression over tokens, both sides centred."""
+    return values - regressor * (values * regressor).sum("token") / (regressor**2).sum("token")
 
 
-def _correlation(one: xr.DataArray, two: xr.DataArray) -> xr.DataArray:
-    """Correlation over tokens; a seed that was lost is constant, and has none."""
-    pair = (one.fillna(0.0), two.fillna(0.0))
+def _correlation(first: xr.DataArray, second: xr.DataArray) -> xr.DataArray:
+    """Return the correlation over tokens; NaN for a diverged seed, whose values are constant."""
+    pair = (first.fillna(0.0), second.fillna(0.0))
     return xr.apply_ufunc(invariants.correlation, *pair, input_core_dims=[["token"]] * 2)
 
 
-def _error(moved: xr.DataArray, hat: xr.DataArray) -> xr.DataArray:
-    zero = xr.zeros_like(moved)
-    parts = (moved.fillna(0.0), hat.fillna(0.0), zero)
-    return xr.apply_ufunc(invariants.relative_error, *parts, input_core_dims=[["token"]] * 3)
+def _error(change: xr.DataArray, prediction: xr.DataArray) -> xr.DataArray:
+    arguments = (change.fillna(0.0), prediction.fillna(0.0), xr.zeros_like(change))
+    return xr.apply_ufunc(invariants.relative_error, *arguments, input_core_dims=[["token"]] * 3)
 
 
-def _null(moved: xr.DataArray, hat: xr.DataArray, orders: Int[np.ndarray, "permutation token"]) -> xr.DataArray:
-    """The bounds that leave `TAIL` of the correlations outside on either side, the prediction's tokens permuted."""
-    shuffled = xr.DataArray(orders, dims=("permutation", "token"))
-    found = []
-    for step in range(moved.sizes["step"]):
-        drawn = _correlation(moved.isel(step=step), hat.isel(step=step).isel(token=shuffled))
-        found.append(drawn.quantile([TAIL, 1 - TAIL], "permutation", skipna=False))
-    return xr.concat(found, "step").rename(quantile="side").assign_coords(side=["low", "high"])
+def _null(change: xr.DataArray, prediction: xr.DataArray, orders: Int[np.ndarray, "permutation token"]) -> xr.DataArray:
+    """Return the bounds of the correlation with the prediction's tokens permuted, `TAIL` of it outside of each."""
+    permuted = xr.DataArray(orders, dims=("permutation", "token"))
+    bounds = []
+    for step in range(change.sizes["step"]):
+        correlation = _correlation(change.isel(step=step), prediction.isel(step=step).isel(token=permuted))
+        bounds.append(correlation.quantile([TAIL, 1 - TAIL], "permutation", skipna=False))
+    return xr.concat(bounds, "step").rename(quantile="side").assign_coords(side=["low", "high"])
 
 
 def at_end(run: xr.Dataset, law: str, name: str, null: str | None = None) -> xr.DataArray:
-    """A measure of a law after the last step, per seed; less the upper bound of its null, if that is given."""
-    own = run.sel(law=law).isel(step=-1)
-    value = own[name].sel(sum="asked") if "sum" in own[name].dims else own[name]
-    return value if null is None else value - own[null].sel(side="high")
+    """Return a measure of a law after the last step, per seed; less the upper bound of a null, if one is named."""
+    last = run.sel(law=law).isel(step=-1)
+    value = last[name].sel(sum="asked") if "sum" in last[name].dims else last[name]
+    return value if null is None else value - last[null].sel(side="high")
 
 
-def steadiness(run: xr.Dataset, law: str) -> xr.DataArray:
-    """The best scale of the save nearest to a third of the way over that of the last, per seed."""
+def scale_ratio(run: xr.Dataset, law: str) -> xr.DataArray:
+    """Return the best scale a third of the way, at the nearest recorded step, over that of the end, per seed."""
     scale = run.scale.sel(law=law)
     return scale.sel(step=float(scale.step[-1]) / 3, method="nearest") / scale.isel(step=-1)
 
 
-def _claims(law: str, words: str) -> tuple[Claim, ...]:
+def _claims(law: str, attention_kind: str) -> tuple[Claim, ...]:
     by = f"by the law of {law} attention"
     return (
         Claim(
             f"correlation-{law}",
-            f"The MLP's weights predict attention by the law of {words}: correlation over tokens at the end, logits "
-            "summed over queries, less the upper 97.5 % bound of its permutation null.",
+            f"The MLP's weights predict attention by the law of {attention_kind}: correlation over tokens at the end, "
+            "logits summed over queries, less the upper 97.5 % bound of its permutation null.",
             partial(at_end, law=law, name="correlation", null="null"),
             at_least(0.0),
         ),
@@ -288,7 +290,7 @@ def _claims(law: str, words: str) -> tuple[Claim, ...]:
             f"scale-{law}",
             f"The scale of the prediction {by}, a ratio of learning rates, is constant: the best one a third of the "
             "way over that of the end.",
-            partial(steadiness, law=law),
+            partial(scale_ratio, law=law),
             between(0.5, 2.0),
         ),
         Claim(
@@ -317,23 +319,22 @@ CLAIMS = (
 
 
 def draw_training(run: xr.Dataset) -> Figure:
-    """Draw for either law correlations with their null; error and scale; and orthogonality, over training."""
+    """Draw over training, for either law, correlations with their null and the error; and orthogonality."""
     figure, axes = canvas(2, 2, width=4.1, height=2.7)
     late = run.isel(step=slice(1, None))
     for panel, law in zip(axes[0], LAWS, strict=True):
         _draw_correlations(panel, late.sel(law=law))
         panel.set(title=LAWS[law], ylim=(-1, 1))
-    for place, law in enumerate(LAWS):
-        own = late.sel(law=law)
-        band(axes[1, 0], late.step, own.error, place, f"law of {law}")
+    for index, law in enumerate(LAWS):
+        band(axes[1, 0], late.step, late.error.sel(law=law), index, f"law of {law}")
     axes[1, 0].axhline(1.0, color="0.5", linewidth=0.8, label="predicting no change")
     axes[1, 0].set(ylabel="relative error", title="Error with one scale for a seed", ylim=(0, 2))
-    for place, (name, label) in enumerate(VECTORS.items()):
-        band(axes[1, 1], late.step, late.excess.sel(vectors=name), place, label)
+    for index, (name, label) in enumerate(VECTORS.items()):
+        band(axes[1, 1], late.step, late.excess.sel(vectors=name), index, label)
     axes[1, 1].axhline(1.0, color="0.5", linewidth=0.8, label="random directions")
     axes[1, 1].set(ylabel="mean cosine² x dimension", title="Orthogonality of tokens", ylim=(0, None))
     for panel in axes.flat:
-        # With limits of its own the axis does not ask the curves, which are NaN where every seed was lost.
+        # Explicit limits: the curves, from which they would be computed, are NaN where every seed diverged.
         panel.set(xlabel="step", xscale="log", xlim=(0.8, 1.2 * float(run.step[-1])))
     for panel in axes[1]:
         panel.legend()
@@ -352,8 +353,8 @@ def _draw_correlations(panel: Axes, late: xr.Dataset) -> None:
         "frequency regressed out": late.partial,
         "log frequency in place of the law": late.by_frequency,
     }
-    for place, (label, curve) in enumerate(curves.items()):
-        band(panel, late.step, curve, place, label)
+    for index, (label, curve) in enumerate(curves.items()):
+        band(panel, late.step, curve, index, label)
     panel.axhline(0.0, color="0.3", linewidth=0.8)
 
 
@@ -372,15 +373,16 @@ def draw_tokens(run: xr.Dataset) -> Figure:
     return figure
 
 
-def _draw_pairs(panel: Axes, predicted: xr.DataArray, moved: xr.DataArray) -> None:
-    panel.plot(predicted, moved, **marker(1), alpha=0.6)
-    reach = np.array([float(predicted.min()), float(predicted.max())])
-    theory(panel, reach, reach, 0)
-    for place in np.argsort(-np.abs(moved.values))[:5]:
-        at = (float(predicted[place]), float(moved[place]))
-        # A token may hold what matplotlib takes for mathematics.
-        name = str(moved.token.values[place]).replace("$", r"\$")
-        panel.annotate(name, at, xytext=(4, 2), textcoords="offset points", fontsize=7)
+def _draw_pairs(panel: Axes, predicted: xr.DataArray, change: xr.DataArray) -> None:
+    """Draw one point a token, the line of equality, and the names of the five tokens that changed most."""
+    panel.plot(predicted, change, **marker(1), alpha=0.6)
+    limits = np.array([float(predicted.min()), float(predicted.max())])
+    theory(panel, limits, limits, 0)
+    for index in np.argsort(-np.abs(change.values))[:5]:
+        point = (float(predicted[index]), float(change[index]))
+        # matplotlib would read a dollar sign in a token as the start of a formula.
+        name = str(change.token.values[index]).replace("$", r"\$")
+        panel.annotate(name, point, xytext=(4, 2), textcoords="offset points", fontsize=7)
 
 
 STUDY = Study(
@@ -404,14 +406,15 @@ STUDY = Study(
     presets={
         "quick": Preset(
             Config(
-                **language_training.small(steps=400, every=50),
+                **language_training.quick_fields(steps=400, every=50),
+                rate=QUICK_RATE,
                 permutations=199,
             ),
             seeds=3,
             seconds=15,
         ),
         # On a GPU; the seconds on 2 cores are an estimate from the operations of a step.
-        "paper": Preset(Config(**language_training.wikitext()), seeds=3, seconds=75_000),
+        "paper": Preset(Config(**language_training.paper_fields()), seeds=3, seconds=75_000),
     },
     run=run,
     claims=CLAIMS,

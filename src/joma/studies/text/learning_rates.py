@@ -12,18 +12,20 @@ from matplotlib.figure import Figure
 from joma.arguments import distinct, positive, whole
 from joma.report.figure import COLOURS, band, canvas, letters, measured
 from joma.studies.text import language_training
-from joma.studies.text.language_training import LEAST, SURE, bounces, mark_least
+from joma.studies.text.entropy_bounce import MIN_BOUNCE, SIGNIFICANCE, bounces, mark_minimum
+from joma.studies.text.language_training import LayeredSetting, Variant
 from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most
 
-COLLAPSED = 0.1  # of its start, to which a layer's entropy has fallen if its attention collapsed; ours as well
-LOSS = 0.1  # nats by which a collapsed model is worse; ours
-THEIRS = 1e-4  # the rate of the paper's other figures
+COLLAPSE = 0.1  # share of its start to which a layer's entropy falls if its attention collapses; the choice is ours
+MIN_COST = 0.1  # nats by which a collapsed model is worse; the choice is ours
+AUTHORS_RATE = 1e-4  # the rate of the paper's other figures
 
 
 @dataclass(frozen=True)
-class Config(language_training.Setting):
-    """The setting, the depth and the rates; `rate` itself is not used."""
+class Config(LayeredSetting):
+    """The setting of text, the model, and the learning rates at which it is trained."""
 
+    activation: str = "relu"
     layers: int = 5
     rates: tuple[float, ...] = (1e-6, 4.64e-6, 2.15e-5, 1e-4, 4.64e-4, 2.15e-3, 1e-2)
 
@@ -31,98 +33,101 @@ class Config(language_training.Setting):
 def run(config: Config, context: Context) -> xr.Dataset:
     """Train all rates and seeds at once: at each rate a seed has the same start, text and dropout."""
     rates = distinct("rates", [float(rate) for rate in positive("rates", config.rates, ndim=1)])
-    layers, text = whole("layers", config.layers), language_training.read_text(config, context)
-    label = f"learning-rates, {layers} layers"
-    found = language_training.train(config, context, text, layers=layers, label=label, rates=sorted(rates))
-    return measured_in(found)
+    variant = Variant(whole("layers", config.layers), config.activation, config.alike)
+    text = language_training.read_text(config, context)
+    label = f"learning-rates, {variant.layers} layers"
+    trajectory = language_training.train(config, context, text, variant, rate=sorted(rates), label=label)
+    return add_bounces(trajectory)
 
 
-def measured_in(found: xr.Dataset) -> xr.Dataset:
+def add_bounces(trajectory: xr.Dataset) -> xr.Dataset:
     """Add the bounce of entropy's mean over layers, and that of each layer (`layer_bounce`, `layer_turn`)."""
-    layers = bounces(found.entropy, each_layer=True)[["bounce", "turn"]]
-    return found.merge(bounces(found.entropy)).merge(layers.rename(bounce="layer_bounce", turn="layer_turn"))
+    by_layer = bounces(trajectory.entropy, each_layer=True)[["bounce", "turn"]]
+    by_layer = by_layer.rename(bounce="layer_bounce", turn="layer_turn")
+    return trajectory.merge(bounces(trajectory.entropy)).merge(by_layer)
 
 
-def kept(run: xr.Dataset) -> xr.DataArray:
-    """Entropy at the end over that at the start, of the layer that kept least [rate, seed]; 0 for a seed lost."""
+def entropy_left(run: xr.Dataset) -> xr.DataArray:
+    """Return the final entropy over the initial one, of the layer that has least left [rate, seed]; 0 if diverged."""
     entropy = run.entropy.mean("head")
     return (entropy.isel(step=-1) / entropy.isel(step=0)).fillna(0.0).min("layer")
 
 
 def final_loss(run: xr.Dataset) -> xr.DataArray:
-    """Validation loss at the end [rate, seed]; infinite for a seed lost."""
+    """Return the final validation loss [rate, seed]; infinite for a seed that diverged."""
     return run.valid_loss.isel(step=-1).fillna(np.inf)
 
 
-def best(run: xr.Dataset) -> float:
-    """The rate of the least validation loss at the end, mean over seeds."""
+def best_rate(run: xr.Dataset) -> float:
+    """Return the rate with the least final validation loss, mean over seeds."""
     return float(final_loss(run).mean("seed").idxmin("rate"))
 
 
-def hastening(run: xr.Dataset, bounce: str = "bounce", turn: str = "turn") -> float:
-    """Slope of ln(step of the minimum) over ln(rate) where attention bounces; NaN unless it does at two rates.
+def turn_slope(run: xr.Dataset, bounce: str = "bounce", turn: str = "turn") -> float:
+    """Return the slope of ln(step of the minimum) over ln(rate) where attention bounces; NaN unless at two rates.
 
-    Of layers it is one slope through all, each from a level of its own; NaN unless one does so at two rates.
+    For `layer_bounce` and `layer_turn` it is one slope with an intercept for each layer; NaN unless a layer bounces at
+    two rates.
     """
-    there = run[bounce] >= LEAST
-    parts = run.rate.broadcast_like(run[turn]).where(there), run[turn].where(there & (run[turn] > 0))
-    rate, step = (xr.DataArray(np.log(own)) for own in parts)
-    within = [axis for axis in ("rate", "seed") if axis in there.dims]
-    rate, step = rate - rate.mean(within), step - step.mean(within)
-    spread = float((rate**2).sum())
-    return float((rate * step).sum()) / spread if spread > 1e-12 else np.nan
+    bounced = run[bounce] >= MIN_BOUNCE
+    log_rate = xr.DataArray(np.log(run.rate.broadcast_like(run[turn]).where(bounced)))
+    log_step = xr.DataArray(np.log(run[turn].where(bounced & (run[turn] > 0))))
+    within = [axis for axis in ("rate", "seed") if axis in bounced.dims]
+    log_rate, log_step = log_rate - log_rate.mean(within), log_step - log_step.mean(within)
+    spread = float((log_rate**2).sum())
+    return float((log_rate * log_step).sum()) / spread if spread > 1e-12 else np.nan
 
 
 def cost(run: xr.Dataset) -> xr.DataArray:
-    """Validation loss at the end at the greatest rate, less that at the best one, per seed."""
+    """Return the final validation loss at the greatest rate less that at the best one, per seed."""
     loss = final_loss(run)
-    return loss.sel(rate=run.rate.max(), drop=True) - loss.sel(rate=best(run), drop=True)
+    return loss.sel(rate=run.rate.max(), drop=True) - loss.sel(rate=best_rate(run), drop=True)
 
 
-def at_theirs(run: xr.Dataset, bounce: str = "bounce") -> xr.DataArray:
-    """The bounce at the paper's rate, per seed; `NotInRun` where it was not trained."""
-    there = np.isclose(run.rate, THEIRS, rtol=1e-3, atol=0.0)
-    if not there.any():
+def at_authors_rate(run: xr.Dataset, bounce: str = "bounce") -> xr.DataArray:
+    """Return the bounce at the paper's rate, per seed; `NotInRun` where it was not trained."""
+    matches = np.isclose(run.rate, AUTHORS_RATE, rtol=1e-3, atol=0.0)
+    if not matches.any():
         raise NotInRun
-    return run[bounce].isel(rate=int(there.argmax()))
+    return run[bounce].isel(rate=int(matches.argmax()))
 
 
 _SIZE = "less of fall and recovery beyond chance, over the start"
-_BOUNCE = f"{_SIZE}, 0 unless p ≤ {SURE:g}"
+_BOUNCE = f"{_SIZE}, 0 unless p ≤ {SIGNIFICANCE:g}"
 
 CLAIMS = (
     Claim(
         "bounces",
         f"There is a rate at which entropy falls and bounces back ({_BOUNCE}; the threshold is ours).",
         lambda run: run.bounce.max("rate"),
-        at_least(LEAST),
+        at_least(MIN_BOUNCE),
     ),
     Claim(
         "bounces-1e-4",
         f"At the paper's rate, 1e-4, entropy falls and bounces back ({_BOUNCE}).",
-        at_theirs,
-        at_least(LEAST),
+        at_authors_rate,
+        at_least(MIN_BOUNCE),
         presets=("paper",),
     ),
     Claim(
         "layer-1e-4",
         f"Layers apart, as the paper draws them: at its rate, 1e-4, one falls and bounces back ({_SIZE}, of the layer "
-        f"that does most, 0 unless p ≤ {SURE:g} over the number of layers).",
-        lambda run: at_theirs(run, "layer_bounce").max("layer"),
-        at_least(LEAST),
+        f"that does most, 0 unless p ≤ {SIGNIFICANCE:g} over the number of layers).",
+        lambda run: at_authors_rate(run, "layer_bounce").max("layer"),
+        at_least(MIN_BOUNCE),
         presets=("paper",),
     ),
     Claim(
         "slow",
         f"At the lowest rate entropy does not yet bounce by the end ({_BOUNCE}).",
         lambda run: run.bounce.sel(rate=run.rate.min(), drop=True),
-        at_most(LEAST),
+        at_most(MIN_BOUNCE),
     ),
     Claim(
         "sooner",
         "The higher the rate, the sooner the minimum: slope of ln step over ln rate among the runs that bounce. "
         "The flow's clock is rate times step, a slope of −1; that half of it will do is our choice.",
-        hastening,
+        turn_slope,
         at_most(-0.5),
         presets=("paper",),
     ),
@@ -130,7 +135,7 @@ CLAIMS = (
         "layer-sooner",
         "Layer by layer, too, the higher the rate, the sooner the minimum: slope of ln step over ln rate among the "
         "layers that bounce, each from a level of its own.",
-        lambda run: hastening(run, "layer_bounce", "layer_turn"),
+        lambda run: turn_slope(run, "layer_bounce", "layer_turn"),
         at_most(-0.5),
         presets=("paper",),
     ),
@@ -138,33 +143,33 @@ CLAIMS = (
         "collapse",
         "At the greatest rate attention collapses: entropy that the sparsest layer has left, over its start "
         "(the threshold is ours).",
-        lambda run: kept(run).sel(rate=run.rate.max(), drop=True),
-        at_most(COLLAPSED),
+        lambda run: entropy_left(run).sel(rate=run.rate.max(), drop=True),
+        at_most(COLLAPSE),
     ),
     Claim(
         "cost",
         "Collapse costs: validation loss at the end, the greatest rate's less the best rate's (the threshold is ours).",
         cost,
-        at_least(LOSS),
+        at_least(MIN_COST),
     ),
     Claim(
         "best",
         f"At the rate of the least validation loss attention bounces ({_BOUNCE}).",
-        lambda run: run.bounce.sel(rate=best(run), drop=True),
-        at_least(LEAST),
+        lambda run: run.bounce.sel(rate=best_rate(run), drop=True),
+        at_least(MIN_BOUNCE),
     ),
 )
 
 
 def draw_entropy(run: xr.Dataset) -> Figure:
-    """Draw entropy against the step at every rate, a panel a layer, the least value marked."""
+    """Draw entropy against the step at every rate, a panel a layer, with its minimum marked."""
     layers = run.sizes["layer"]
     figure, axes = canvas(1, layers, width=2.9, height=2.9, sharey=True)
     for layer, panel in enumerate(axes[0]):
-        for place, rate in enumerate(run.rate.values):
+        for index, rate in enumerate(run.rate.values):
             curve = run.entropy.sel(rate=rate).isel(layer=layer).mean("head")
-            band(panel, run.step + 1, curve, place, f"{rate:.3g}")
-            mark_least(panel, curve, place)
+            band(panel, run.step + 1, curve, index, f"{rate:.3g}")
+            mark_minimum(panel, curve, index)
         panel.set(xscale="log", xlabel="step + 1", title=f"layer {layer}")
     axes[0, 0].set_ylabel("attention entropy (nats)")
     handles = axes[0, 0].get_legend_handles_labels()
@@ -174,51 +179,53 @@ def draw_entropy(run: xr.Dataset) -> Figure:
 
 
 def draw_rates(run: xr.Dataset) -> Figure:
-    """Draw against the rate: the bounce and what entropy is left, the step of the minimum, the loss at the end."""
+    """Draw against the rate: the bounce and the entropy left, the step of the minimum, and the final loss."""
     figure, axes = canvas(1, 3, width=3.1, height=2.7)
-    measured(axes[0, 0], run.rate, run.bounce.transpose("rate", "seed"), 0, "bounce", linestyle="-")
-    measured(axes[0, 0], run.rate, kept(run), 1, "left in the sparsest layer", linestyle="--")
-    for place, level in enumerate((LEAST, COLLAPSED)):
-        axes[0, 0].axhline(level, color=COLOURS[place], linewidth=0.7, alpha=0.6)
-    axes[0, 0].set(ylabel="share of the entropy at the start", ylim=(-0.05, 1.4))
-    axes[0, 0].legend(loc="upper left")
-    there, fell = run.bounce >= LEAST, run.fall >= LEAST * (run.fall + run.least)
-    for place, (kind, chosen) in enumerate({"bounces": there, "falls only": fell & ~there}.items()):
-        if chosen.any():
-            _draw_turns(axes[0, 1], run.turn.where(chosen), 1 - place, kind)
-            axes[0, 1].legend()
-    loss = final_loss(run).where(np.isfinite(final_loss(run)))
-    measured(axes[0, 2], run.rate, loss.transpose("rate", "seed"), 0, linestyle="-")
-    axes[0, 2].set(ylabel="validation loss at the end (nats)")
+    shares, turns, losses = axes[0]
+    measured(shares, run.rate, run.bounce.transpose("rate", "seed"), 0, "bounce", linestyle="-")
+    measured(shares, run.rate, entropy_left(run), 1, "left in the sparsest layer", linestyle="--")
+    for index, threshold in enumerate((MIN_BOUNCE, COLLAPSE)):
+        shares.axhline(threshold, color=COLOURS[index], linewidth=0.7, alpha=0.6)
+    shares.set(ylabel="share of the entropy at the start", ylim=(-0.05, 1.4))
+    shares.legend(loc="upper left")
+    bounced, fell = run.bounce >= MIN_BOUNCE, run.fall >= MIN_BOUNCE * (run.fall + run.least)
+    for index, label, shown in ((1, "bounces", bounced), (0, "falls only", fell & ~bounced)):
+        if shown.any():
+            _draw_turns(turns, run.turn.where(shown), index, label)
+            turns.legend()
+    loss = final_loss(run)
+    measured(losses, run.rate, loss.where(np.isfinite(loss)).transpose("rate", "seed"), 0, linestyle="-")
+    losses.set(ylabel="validation loss at the end (nats)")
     for panel in axes[0]:
         panel.set(xscale="log", xlabel="learning rate")
     letters(axes)
     return figure
 
 
-def _draw_turns(panel: Axes, turn: xr.DataArray, place: int, label: str) -> None:
-    """Draw steps of minima [rate, seed] against the rate, a point each; NaN is left out."""
-    points = turn.stack(one=("rate", "seed")).dropna("one")
-    measured(panel, points.rate, np.asarray(points) + 1, place, label)
+def _draw_turns(panel: Axes, turn: xr.DataArray, index: int, label: str) -> None:
+    """Draw the steps of minima [rate, seed] against the rate, one point each; NaN is left out."""
+    points = turn.stack(point=("rate", "seed")).dropna("point")
+    measured(panel, points.rate, np.asarray(points) + 1, index, label)
     panel.set(ylabel="step of the minimum + 1", yscale="log")
 
 
 def draw_layers(run: xr.Dataset) -> Figure:
-    """Draw the bounce of every layer at every rate, mean over seeds, and the step of the minimum where it is one."""
+    """Draw the bounce of every layer at every rate, mean over seeds, and the step of the minimum of each bounce."""
     figure, axes = canvas(1, 2, width=4.2, height=max(2.7, 0.9 + 0.3 * run.sizes["layer"]))
-    shown = run.layer_bounce.mean("seed").transpose("layer", "rate")
-    image = axes[0, 0].imshow(shown, cmap="cividis", vmin=0, aspect="auto")
-    figure.colorbar(image, ax=axes[0, 0], label="bounce (share of the start)")
-    axes[0, 0].grid(visible=False)
-    axes[0, 0].set_xticks(range(run.sizes["rate"]), [f"{rate:.3g}" for rate in run.rate.values], rotation=45)
-    axes[0, 0].set_yticks(range(run.sizes["layer"]))
-    axes[0, 0].set(xlabel="learning rate", ylabel="layer")
-    for layer in range(run.sizes["layer"]):
-        own = run.isel(layer=layer)
-        _draw_turns(axes[0, 1], own.layer_turn.where(own.layer_bounce >= LEAST), layer, f"layer {layer}")
-    axes[0, 1].set(xscale="log", xlabel="learning rate")
-    axes[0, 1].set_xlim(0.7 * float(run.rate.min()), 1.4 * float(run.rate.max()))
-    axes[0, 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    sizes, turns = axes[0]
+    bounce = run.layer_bounce.mean("seed").transpose("layer", "rate")
+    image = sizes.imshow(bounce, cmap="cividis", vmin=0, aspect="auto")
+    figure.colorbar(image, ax=sizes, label="bounce (share of the start)")
+    sizes.grid(visible=False)
+    sizes.set_xticks(range(run.sizes["rate"]), [f"{rate:.3g}" for rate in run.rate.values], rotation=45)
+    sizes.set_yticks(range(run.sizes["layer"]))
+    sizes.set(xlabel="learning rate", ylabel="layer")
+    for number in range(run.sizes["layer"]):
+        layer = run.isel(layer=number)
+        _draw_turns(turns, layer.layer_turn.where(layer.layer_bounce >= MIN_BOUNCE), number, f"layer {number}")
+    turns.set(xscale="log", xlabel="learning rate")
+    turns.set_xlim(0.7 * float(run.rate.min()), 1.4 * float(run.rate.max()))
+    turns.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     letters(axes)
     return figure
 
@@ -237,8 +244,10 @@ STUDY = Study(
     ),
     version=2,
     presets={
-        "quick": Preset(Config(**language_training.small(), layers=2, rates=(1e-3, 3e-3, 1e-2)), seeds=3, seconds=35.0),
-        "paper": Preset(Config(**language_training.wikitext()), seeds=3, seconds=900_000.0),  # an estimate
+        "quick": Preset(
+            Config(**language_training.quick_fields(), layers=2, rates=(1e-3, 3e-3, 1e-2)), seeds=3, seconds=35.0
+        ),
+        "paper": Preset(Config(**language_training.paper_fields()), seeds=3, seconds=900_000.0),  # an estimate
     },
     run=run,
     claims=CLAIMS,
