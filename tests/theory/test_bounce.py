@@ -194,9 +194,9 @@ def test_rows_are_independent():
         (lambda: entropy_bounce(1.0), "mu", "1-dimensional"),
         (lambda: entropy_bounce([1.0, np.nan]), "mu", "NaN"),
         (lambda: entropy_bounce([1.0, 11.0]), "mu", "in [-10, 10]"),
-        (lambda: entropy_bounce([1.0, 2.0], temperature=0.0), "temperature", "positive"),
+        (lambda: entropy_bounce([1.0, 2.0], temperature=0.0), "temperature", "above 0"),
         (lambda: final_trend([1.0, 2.0], [1.0, 2.0, 3.0]), "mu", "broadcast"),
-        (lambda: final_trend([1.0, 2.0], temperature=-1.0), "temperature", "positive"),
+        (lambda: final_trend([1.0, 2.0], temperature=-1.0), "temperature", "above 0"),
     ],
 )
 def test_bad_input_names_the_argument(call, argument, complaint):

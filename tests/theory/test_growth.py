@@ -449,11 +449,11 @@ def test_scalars_give_arrays_without_axes(solve):
         (lambda: growth.nonlinear(1.0, []), "times", "non-empty"),
         (lambda: growth.nonlinear_log_gap([1.0, 0.0], 1.0), "mu", "zeros"),
         (lambda: growth.convergence_ratio([1.0, 2.0], [1.0, 2.0, 3.0]), "mu_j", "broadcast"),
-        (lambda: growth.softmax_nonlinear([1.0, 2.0], 1.0, temperature=0.0), "temperature", "positive"),
+        (lambda: growth.softmax_nonlinear([1.0, 2.0], 1.0, temperature=0.0), "temperature", "above 0"),
         (lambda: growth.softmax_nonlinear([1.0, 11.0], 1.0), "mu", "in [-10, 10]"),
         (lambda: growth.attention_entropy(1.0), "v", "1-dimensional"),
         (lambda: growth.attention_entropy([1.0, np.nan]), "v", "NaN"),
-        (lambda: growth.attention_entropy([1.0, 2.0], -1.0), "temperature", "positive"),
+        (lambda: growth.attention_entropy([1.0, 2.0], -1.0), "temperature", "above 0"),
     ],
 )
 def test_bad_input_names_the_argument(call, argument, complaint):

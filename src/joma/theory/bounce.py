@@ -1,20 +1,20 @@
-"""Theorem 4: does the entropy of attention bounce, when, and how deep?
+"""Theorem 4: whether, when and how deeply the entropy of attention bounces.
 
 With p = softmax(a), a = u²/2, u = v √(2/T), μ scaled likewise, and the time τ of the unnormalised flow,
 
     dH/dτ = −Σ_j exp(u_j²/2) p_j (a_j − ā) u_j (μ_j − u_j),    ā = Σ p a,
 
-and late each gap μ_j − u_j decays as exp(−λ_j τ), λ_j = exp(μ_j²/2). The component with the smallest |μ| is therefore
-the last to move, and it has a_j < ā. *Proved*, where the smallest |μ| is unique, not 0, and not where it starts:
+and late in the flow each gap μ_j − u_j decays as exp(−λ_j τ), λ_j = exp(μ_j²/2). The component with the smallest |μ|
+is therefore the last to move, and it has a_j < ā. *Proved*, if the smallest |μ| is unique, not 0, and not at its start:
 
 - entropy rises at the end if and only if that component comes from the side of zero, μ (μ − v0) > 0;
 - entropy that starts no lower than its limit and rises at the end has bounced.
 
 So in the paper's setting, one v0 with 0 < v0 < μ_j for all j, where H starts at its maximum and ties only add up,
-*every* μ bounces whose components are not all equal. What varies is the depth, exponentially small where the rates λ
-differ little: 4e-13 for μ = (0.2, 0.3, 0.5). *Measured* only, on 1,500 draws (2 to 11 components uniform in an interval
-with ends drawn from [0.1, 3.7], v0 = 0.05): whether entropy regains more than 0.1, 1 or 10 per cent of its fall is told
-by the mean of μ exceeding 0.69, 0.88 or 1.27, rightly in 99, 99 and 97 per cent of the draws.
+entropy bounces for *every* μ whose components are not all equal. Only the depth varies. It is exponentially small where
+the rates λ differ little: 4e-13 for μ = (0.2, 0.3, 0.5). *Measured* only, on 1,500 draws (2 to 11 components uniform in
+an interval with ends drawn from [0.1, 3.7], v0 = 0.05): entropy regains more than 0.1, 1 or 10 per cent of its fall
+where the mean of μ exceeds 0.69, 0.88 or 1.27, and not elsewhere, in 99, 99 and 97 per cent of the draws.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from joma.theory import inversion
 from joma.theory.growth import attention_entropy
 from joma.theory.inversion import Table
 
-# Beyond this many e-foldings of the slowest gap no double is left of it; a bounce later than that counts as none.
+# After this many e-foldings the slowest gap is below the smallest double; a later bounce counts as none.
 _VANISHED = 740.0
 _LATE = np.append(np.linspace(0, 40, 400), np.linspace(40, _VANISHED, 300)[1:])[1:]  # e-foldings after the last time
 _BETWEEN = 4
 
 
 class Bounce(NamedTuple):
-    """The least entropy along a solution, each field of the shape of the components less their last axis."""
+    """The least entropy along a solution of Theorem 4; the fields have the leading axes of the components."""
 
     time: np.ndarray  # of the least entropy; inf if it is the limit
     start: np.ndarray
@@ -49,7 +49,7 @@ class Bounce(NamedTuple):
 
 
 def entropy_bounce(mu: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float | None = None) -> Bounce:
-    """Theorem 4: the least entropy of attention along `nonlinear`, or along `softmax_nonlinear` at a temperature.
+    """Return the least entropy of attention along `nonlinear`, or along `softmax_nonlinear` (Theorem 4).
 
     Args:
         mu: centres; tokens on the last axis.
@@ -65,15 +65,16 @@ def entropy_bounce(mu: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float | 
     (np.float64(0.661), np.float64(0.4278), np.float64(0.862))
     """
     centre, start = _rows(mu, v0, 2.0 if temperature is None else temperature)
-    found = [_row(m, u, normalised=temperature is not None) for m, u in zip(*map(_flat, (centre, start)), strict=True)]
-    return Bounce(*(np.array(column).reshape(centre.shape[:-1]) for column in zip(*found, strict=True)))
+    rows = zip(*map(_flat, (centre, start)), strict=True)
+    bounces = [_row(row_mu, row_v0, normalised=temperature is not None) for row_mu, row_v0 in rows]
+    return Bounce(*(np.array(field).reshape(centre.shape[:-1]) for field in zip(*bounces, strict=True)))
 
 
 def final_trend(mu: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float = 2.0) -> np.ndarray:
-    """Theorem 4: the sign of dH/dt as t → ∞, along `nonlinear` (temperature 2) or `softmax_nonlinear`.
+    """Return the sign of dH/dt as t → ∞, along `nonlinear` (temperature 2) or `softmax_nonlinear` (Theorem 4).
 
-    Of the components that are not at rest, those with the slowest term decide: a gap decays at the rate exp(μ²/2) in
-    scaled weights and, where μ = 0, v² at the rate 2.
+    Among the components that are not at rest, the slowest term decides: a gap decays at the rate exp(μ²/2) in scaled
+    weights and, where μ = 0, v² decays at the rate 2.
 
     Args:
         mu: centres; tokens on the last axis.
@@ -87,7 +88,7 @@ def final_trend(mu: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float = 2.0
     array([ 1., -1.])
     """
     centre, start = _rows(mu, v0, temperature)
-    trends = [_trend(m, u) for m, u in zip(*map(_flat, (centre, start)), strict=True)]
+    trends = [_trend(row_mu, row_v0) for row_mu, row_v0 in zip(*map(_flat, (centre, start)), strict=True)]
     return np.array(trends).reshape(centre.shape[:-1])
 
 
@@ -107,7 +108,7 @@ def _flat(rows: np.ndarray) -> np.ndarray:
 def _row(
     mu: Float[np.ndarray, " token"], v0: Float[np.ndarray, " token"], *, normalised: bool
 ) -> tuple[float, float, float, float, float]:
-    """Compare the start, every minimum in between, and the limit."""
+    """Return the fields of a `Bounce` for one row: compare the start, every minimum in between, and the limit."""
     start, limit = float(attention_entropy(v0)), float(attention_entropy(mu))
     table = inversion.tabulate(mu, v0)
     tau = np.concatenate([np.zeros((2, 1)), _minima(table)], axis=1)
@@ -133,19 +134,19 @@ def _minima(table: Table) -> Float[np.ndarray, "2 time"]:
     slope = _slope(table, times)
     times, slope = times[:, slope != 0], slope[slope != 0]
     turns = np.flatnonzero((slope[:-1] < 0) & (slope[1:] > 0))
-    found = [_turn(table, times[:, turn], times[:, turn + 1]) for turn in turns]
-    return np.array(found).reshape(-1, 2).T
+    minima = [_turn(table, times[:, turn], times[:, turn + 1]) for turn in turns]
+    return np.array(minima).reshape(-1, 2).T
 
 
 def _refined(times: Float[np.ndarray, "2 time"]) -> Float[np.ndarray, "2 finer"]:
-    """Put times in between: entropy may turn twice while no component moves by much."""
+    """Insert times in between: entropy may turn twice while no component moves by much."""
     step = np.diff(times, axis=1).sum(axis=0)
     between = [times[:, :-1] + [np.zeros_like(step), share * step] for share in np.arange(_BETWEEN) / _BETWEEN]
     return np.concatenate([np.stack(between, axis=-1).reshape(2, -1), times[:, -1:]], axis=1)
 
 
 def _turn(table: Table, low: Float[np.ndarray, " 2"], high: Float[np.ndarray, " 2"]) -> tuple[float, float]:
-    """Return where the slope changes its sign between two times, counted from the first."""
+    """Return the time, in two parts, at which the slope changes its sign between `low` and `high`."""
     base, rest = low
     bracket = (rest, rest + (high - low).sum())
     root = root_scalar(lambda r: _slope(table, np.array([[base], [r]]))[0], bracket=bracket, xtol=1e-300, rtol=1e-14)
@@ -153,7 +154,7 @@ def _turn(table: Table, low: Float[np.ndarray, " 2"], high: Float[np.ndarray, " 
 
 
 def _slope(table: Table, tau: Float[np.ndarray, "2 time"]) -> Float[np.ndarray, " time"]:
-    """Return dH/dτ over the largest gap and the partition, neither of which changes its sign."""
+    """Return dH/dτ divided by the largest gap and by the partition function, which do not change its sign."""
     slope = np.empty_like(tau[0])
     for part, u, drop in inversion.chunks(table, *tau):
         log_gap = _log_gap(table, drop)
@@ -189,9 +190,9 @@ def _attention(u: Float[np.ndarray, "*batch token"]) -> tuple[np.ndarray, np.nda
 def _trend(mu: Float[np.ndarray, " token"], v0: Float[np.ndarray, " token"]) -> float:
     moving = mu != v0
     if (np.abs(mu) == np.abs(mu[0])).all():
-        # The limit is uniform, the largest entropy of all: it is reached from below, or was never left.
-        together = v0 * np.sign(mu) if mu[0] else np.abs(v0)
-        return float((together != together[0]).any())
+        # The limit is uniform attention, the largest entropy: entropy rises to it, or is there all the time.
+        mirrored = v0 * np.sign(mu) if mu[0] else np.abs(v0)
+        return float((mirrored != mirrored[0]).any())
     rate = np.where(moving, np.where(mu == 0, 2.0, np.exp(mu**2 / 2)), np.inf)
     slowest = moving & (rate == rate.min())
     if not slowest.any():

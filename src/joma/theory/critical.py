@@ -1,7 +1,7 @@
-"""Theorem 3's critical points: found from many starts, told apart by the eigenvalues of the flow's Jacobian.
+"""Theorem 3's critical points: found from many starts, and classified by the eigenvalues of the flow's Jacobian.
 
-The flow sees `v` through its norm and its products with the centres alone. So it is enough to search the span of the
-centres and one direction across it: every other critical point is one of those, turned about the span.
+The flow depends on `v` only through its norm and its products with the centres. So it is enough to search the span of
+the centres and one direction orthogonal to it: every other critical point is one of those, rotated about the span.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def jacobian(unit: Unit, v: ArrayLike) -> np.ndarray:
         Σ_c a_c E[φ''(v·x + ξ) x xᵀ], with B_k = E[u^k φ''(r + nσu)] and e = v/n:
         Σ_c a_c ( B_0 x̄x̄ᵀ + σB_1 (x̄eᵀ + ex̄ᵀ) + σ²B_2 eeᵀ + (σ tilt/n)(1 − eeᵀ) )
 
-    The B_k come from central differences: the whole is good to about 1e-9.
+    The B_k come from central differences: the result is accurate to about 1e-9.
 
     >>> jacobian(Unit.of("relu", [[1.0, 0.0]], [1.0]), [2.0, 0.0]).round(6) + 0.0
     array([[0.      , 0.      ],
@@ -38,7 +38,7 @@ def jacobian(unit: Unit, v: ArrayLike) -> np.ndarray:
 def linearised(
     unit: Unit, v: Float[np.ndarray, "*batch token"]
 ) -> tuple[Float[np.ndarray, "*batch token"], Float[np.ndarray, "*batch token token"]]:
-    """Return v̇ and its Jacobian together, unchecked: they share the moments.
+    """Return v̇ and its Jacobian, unchecked: both need the same moments.
 
     >>> linearised(Unit.of("linear", [[1.0, 0.0]], [1.0]), np.ones(2))[0]
     array([1., 0.])
@@ -49,12 +49,12 @@ def linearised(
     mixed = sigma * ((a * b1) @ unit.centres)[..., None] * e[..., None, :]
     axial = (sigma**2 * (b2 @ a)[..., None] - across)[..., None] * e[..., None] * e[..., None, :]
     between = np.einsum("...c,ci,cj->...ij", a * b0, unit.centres, unit.centres)
-    whole_space = across[..., None] * np.eye(v.shape[-1])
-    return (a * slope) @ unit.centres + across * v, between + mixed + mixed.mT + axial + whole_space
+    isotropic = across[..., None] * np.eye(v.shape[-1])
+    return (a * slope) @ unit.centres + across * v, between + mixed + mixed.mT + axial + isotropic
 
 
-# Each takes v, the drive, its Jacobian, λ and the radius to a field whose roots are the flow's critical points, and to
-# the Jacobian of that field.
+# Each takes v, the drive, its Jacobian, λ and the radius. It returns a field whose roots are the flow's critical points,
+# and the Jacobian of that field.
 def _plain(_v: Values, drive: Values, jacobian: Values, _decay: float, _radius: float) -> tuple[Values, Values]:
     return drive, jacobian
 
@@ -64,7 +64,7 @@ def _decayed(v: Values, drive: Values, jacobian: Values, decay: float, _radius: 
 
 
 def _sphere(v: Values, drive: Values, jacobian: Values, _decay: float, radius: float) -> tuple[Values, Values]:
-    """The drive across v, plus a term along v that vanishes on the sphere alone: its roots are the constrained ones."""
+    """Return the drive orthogonal to v plus a term along v that is zero only on the sphere, and the Jacobian."""
     norm = np.linalg.norm(v, axis=-1, keepdims=True)
     e, eye = v / norm, np.eye(v.shape[-1])
     along = (drive * e).sum(-1, keepdims=True)
@@ -84,9 +84,9 @@ class CriticalPoints:
     """The critical points of one flow, the highest objective first.
 
     Attributes:
-        points: v [point, token]. One that lies off the span of the centres stands for all its turns about the span.
+        points: v [point, token]. A point off the span of the centres stands for all its rotations about the span.
         residual: ‖v̇‖ relative to the terms that cancel in it [point].
-        eigenvalues: of the Jacobian, ascending [point, token]; on the sphere of the tangent one [point, token − 1].
+        eigenvalues: of the Jacobian, ascending [point, token]; of the tangent one on the sphere [point, token − 1].
         kind: `stable` (all eigenvalues negative), `unstable` (all positive), `saddle` (both) or `degenerate` (a zero).
         cosine: between v and each centre [point, component].
         value: the flow's objective [point].
@@ -100,7 +100,7 @@ class CriticalPoints:
     value: Float[np.ndarray, " point"]
 
     def of_kind(self, kind: str) -> np.ndarray:
-        """Return the numbers of the points of that kind, the highest objective first."""
+        """Return the indices of the points of that kind, the highest objective first."""
         return np.flatnonzero(np.array(self.kind, dtype=str) == kind)
 
 
@@ -117,16 +117,16 @@ class _Problem:
         return RESIDUALS[self.flow](v, *linearised(self.unit, v), self.decay, self.radius)
 
     def starts(self, count: int, generator: np.random.Generator) -> Starts:
-        """Random directions, the centres and their opposites; norms of every size that the flow's terms can balance.
+        """Return starts along random directions, the centres and their opposites, with norms that the flow can balance.
 
-        A third of them climb the objective first and a third go down, towards the points that are stable and unstable:
-        far from those ‖field‖ has minima of its own, and they would catch most starts.
+        A third of them first climb the objective and a third descend it, towards stable and unstable points: far from
+        those, ‖field‖ has local minima that would catch most starts.
         """
         x, size = self.unit.centres, np.linalg.norm(self.unit.centres, axis=-1)
         directions = np.concatenate([x[size > 0], -x[size > 0], generator.normal(size=(count, x.shape[1]))])
         directions /= np.linalg.norm(directions, axis=-1, keepdims=True)
-        far = np.abs(self.unit.weights) @ (size + self.unit.sigma) / self.decay
-        low, high = sorted((0.05 / self.unit.sigma, max(far, 20.0 / self.unit.sigma)))
+        largest = np.abs(self.unit.weights) @ (size + self.unit.sigma) / self.decay
+        low, high = sorted((0.05 / self.unit.sigma, max(largest, 20.0 / self.unit.sigma)))
         norms = np.exp(generator.uniform(np.log(low), np.log(high), size=(len(directions), 1)))
         v = directions * (self.radius if self.flow == "sphere" else norms)
         return np.concatenate([v[::3], self.climbed(v[1::3], 1.0), self.climbed(v[2::3], -1.0)])
@@ -134,31 +134,31 @@ class _Problem:
     def climbed(
         self, v: Float[np.ndarray, "start axis"], sign: float, steps: int = 40
     ) -> Float[np.ndarray, "start axis"]:
-        """Follow the flow, or go against it, by steps that grow while the objective rises or falls as it should."""
+        """Follow the flow (`sign` 1) or go against it (−1), by steps that grow while the objective rises or falls."""
         value, step = self.value(v), np.full((len(v), 1), 0.1)
         for _ in range(steps):
-            ahead = FLOWS[self.flow](self.unit.drive(v), v, self.decay)
-            size, norm = (np.linalg.norm(part, axis=-1, keepdims=True) for part in (ahead, v))
-            trial = v + sign * step * norm * ahead / np.maximum(size, 1e-100)  # a silent unit stays where it is
+            velocity = FLOWS[self.flow](self.unit.drive(v), v, self.decay)
+            speed, norm = (np.linalg.norm(vector, axis=-1, keepdims=True) for vector in (velocity, v))
+            trial = v + sign * step * norm * velocity / np.maximum(speed, 1e-100)  # a dead unit does not move
             if self.flow == "sphere":
                 trial *= self.radius / np.linalg.norm(trial, axis=-1, keepdims=True)
-            reached = self.value(trial)
-            better = sign * (reached - value) > 0
-            v, value = np.where(better[:, None], trial, v), np.where(better, reached, value)
+            trial_value = self.value(trial)
+            better = sign * (trial_value - value) > 0
+            v, value = np.where(better[:, None], trial, v), np.where(better, trial_value, value)
             step = np.minimum(step * np.where(better, 1.5, 0.3)[:, None], 0.5)
         return v
 
     def value(self, v: Values) -> Values:
-        """The objective that the flow climbs, unchecked."""
+        """Return the objective that the flow climbs, unchecked."""
         mean = self.unit.moments.mean(*self.unit.seen(v)) @ self.unit.weights
         return mean - self.decay / 2 * (v**2).sum(-1) if self.flow == "decayed" else mean
 
     def relative(self, v: Float[np.ndarray, "point axis"]) -> Float[np.ndarray, " point"]:
-        """The field relative to the terms that cancel in it, so that a dead unit, where all are tiny, is no root."""
+        """Return the field relative to the terms that cancel in it: a dead unit, where all are tiny, is no root."""
         slope, tilt = self.unit.moments.slopes(*self.unit.seen(v))
         terms = np.abs(slope) * np.linalg.norm(self.unit.centres, axis=-1) + self.unit.sigma * np.abs(tilt)
-        size, rest = terms @ np.abs(self.unit.weights), np.linalg.norm(self.field(v)[0], axis=-1)
-        return np.divide(rest, size, out=np.full(len(v), np.inf), where=size > 1e-100)  # a norm squares
+        size, residual = terms @ np.abs(self.unit.weights), np.linalg.norm(self.field(v)[0], axis=-1)
+        return np.divide(residual, size, out=np.full(len(v), np.inf), where=size > 1e-100)  # norms square: no underflow
 
     def describe(self, v: Float[np.ndarray, "point token"]) -> CriticalPoints:
         order = np.argsort(-self.value(v), kind="stable")
@@ -184,7 +184,7 @@ def _kind(eigenvalues: Float[np.ndarray, " eigenvalue"]) -> str:
     return "unstable" if (eigenvalues > 0).all() else "saddle"
 
 
-def _span_and_one_more(centres: Float[np.ndarray, "component token"]) -> Float[np.ndarray, "token axis"]:
+def _span_and_normal(centres: Float[np.ndarray, "component token"]) -> Float[np.ndarray, "token axis"]:
     _, sizes, axes = np.linalg.svd(centres)
     rank = int((sizes > 1e-10 * sizes.max(initial=1e-300)).sum())
     return axes[: rank + 1].T
@@ -199,16 +199,16 @@ def _distinct(points: Float[np.ndarray, "point axis"]) -> Float[np.ndarray, "dis
 
 
 def _descend(field: Callable[[Values], tuple[Values, Values]], v: Starts, steps: int = 60) -> Starts:
-    """Levenberg–Marquardt on ‖field‖², all starts at once; a start leaves the batch when it no longer moves."""
+    """Minimise ‖field‖² by Levenberg–Marquardt from all starts at once; a start that stops moving leaves the batch."""
     g, jacobian = field(v)
     v, damping, moving = v.copy(), np.full(len(v), 1e-2), np.ones(len(v), dtype=bool)
-    tiny = 1e-6 * np.linalg.norm(v, axis=-1).min()  # zero is no point of these flows, but decay leads there
+    tiny = 1e-6 * np.linalg.norm(v, axis=-1).min()  # zero is not a point of these flows, but decay leads there
     for _ in range(steps):
         j, norm = jacobian[moving], np.linalg.norm(v[moving], axis=-1)
         normal = j.mT @ j
         weight = damping[moving] * np.trace(normal, axis1=-2, axis2=-1) + 1e-200
-        damped, rest = normal + weight[:, None, None] * np.eye(v.shape[1]), j.mT @ g[moving][..., None]
-        step = -np.linalg.solve(damped, rest)[..., 0]
+        damped, gradient = normal + weight[:, None, None] * np.eye(v.shape[1]), j.mT @ g[moving][..., None]
+        step = -np.linalg.solve(damped, gradient)[..., 0]
         length = np.linalg.norm(step, axis=-1)
         step *= np.minimum(1.0, 0.9 * norm / np.maximum(length, 1e-300))[:, None]
         trial_g, trial_jacobian = field(v[moving] + step)
@@ -217,8 +217,8 @@ def _descend(field: Callable[[Values], tuple[Values, Values]], v: Starts, steps:
         v[at[better]] += step[better]
         g[at[better]], jacobian[at[better]] = trial_g[better], trial_jacobian[better]
         damping[at] = np.maximum(damping[at] * np.where(better, 0.1, 8.0), 1e-12)
-        sunk = np.linalg.norm(v[at], axis=-1) < tiny
-        moving[at] = (better | (length > 1e-9 * norm)) & (damping[at] < 1e8) & ~sunk
+        vanished = np.linalg.norm(v[at], axis=-1) < tiny
+        moving[at] = (better | (length > 1e-9 * norm)) & (damping[at] < 1e8) & ~vanished
         if not moving.any():
             break
     return v
@@ -233,36 +233,35 @@ def critical_points(
     radius: float = 1.0,
     starts: int = 64,
 ) -> CriticalPoints:
-    """Find the critical points of Theorem 3's flow and tell how stable they are.
+    """Find the critical points of Theorem 3's flow and classify their stability.
 
-    Levenberg–Marquardt from `starts` random starts at once, in the span of the centres and one direction across it,
-    two thirds of them moved up or down the objective first; points whose relative residual is below 1e-9 are kept,
-    once each. It may miss points: on the sphere compare the Euler characteristic, Σ (−1)^(unstable directions) =
-    1 + (−1)^(tokens − 1), where none is degenerate.
+    Levenberg–Marquardt runs from `starts` random starts at once, in the span of the centres and one direction
+    orthogonal to it; two thirds of the starts are first moved up or down the objective. Points whose relative residual
+    is below 1e-9 are kept, once each. The search may miss points: on the sphere compare the Euler characteristic,
+    Σ (−1)^(unstable directions) = 1 + (−1)^(tokens − 1), where none is degenerate.
 
     Args:
         unit: from `Unit.of`.
-        generator: of the starts.
-        flow: `plain`, `sphere` (‖v‖ held at `radius`) or `decayed` (−λv).
+        generator: draws the starts.
+        flow: `plain`, `sphere` (‖v‖ fixed at `radius`) or `decayed` (−λv).
         decay: λ > 0 of the decayed flow.
         radius: of the sphere.
-        starts: how many.
+        starts: number of random starts.
 
     Returns:
         `CriticalPoints`.
 
-    >>> found = critical_points(Unit.of("relu", [[2.0, 0.0]], [1.0]), flow="sphere", generator=np.random.default_rng(0))
-    >>> found.kind, found.points.round(6)
+    >>> unit, generator = Unit.of("relu", [[2.0, 0.0]], [1.0]), np.random.default_rng(0)
+    >>> critical = critical_points(unit, flow="sphere", generator=generator)
+    >>> critical.kind, critical.points.round(6)
     (('stable', 'unstable'), array([[ 1.,  0.], [-1.,  0.]]))
     """
     choice("flow", flow, RESIDUALS)
-    rates = scalar("decay", decay, above=0.0), scalar("radius", radius, above=0.0)
-    problem = _Problem(unit, flow, *rates)
-    basis = _span_and_one_more(unit.centres)
+    problem = _Problem(unit, flow, scalar("decay", decay, above=0.0), scalar("radius", radius, above=0.0))
+    basis = _span_and_normal(unit.centres)
     reduced = replace(problem, unit=replace(unit, centres=unit.centres @ basis))
-    found = _descend(reduced.field, reduced.starts(whole("starts", starts), generator))
-    found = found[reduced.relative(found) < 1e-9]
+    roots = _descend(reduced.field, reduced.starts(whole("starts", starts), generator))
+    roots = roots[reduced.relative(roots) < 1e-9]
     if basis.shape[1] < basis.shape[0]:
-        found[:, -1] = np.abs(found[:, -1])  # its turns about the span are one point
-    points = _distinct(found) @ basis.T
-    return problem.describe(points)
+        roots[:, -1] = np.abs(roots[:, -1])  # rotations about the span count as one point
+    return problem.describe(_distinct(roots) @ basis.T)

@@ -1,7 +1,7 @@
-"""Theorem 1: what the block's attention logits z and lower weights v keep constant while they are trained.
+"""Theorem 1: quantities of the attention logits z and the lower weights v that training does not change.
 
-With v[token, hidden] the context rows of the lower layer, z[query, token] the logits, η_w and η_z their rates and
-κ = η_z/η_w, gradient flow keeps constant, for each contextual token,
+Let v[token, hidden] be the context rows of the lower layer, z[query, token] the logits, η_w and η_z their learning
+rates, and κ = η_z/η_w. Gradient flow keeps constant, for each contextual token,
 
     linear:   Σ_m z_m²/η_z − Σ_k v_k²/η_w
     exp:      Σ_m z_m/η_z − Σ_k v_k²/(2η_w)
@@ -34,7 +34,7 @@ Sums = Float[np.ndarray, "step+1 *rest"]
 
 @dataclass(frozen=True)
 class AttentionLaw:
-    """One attention: b(z, x), the transposed Jacobian that carries a gradient y = ∂/∂b back to z, and its law.
+    """One kind of attention: b(z, x), the transposed Jacobian from a gradient y = ∂/∂b to one of z, and its law.
 
     The law is d/dt Σ_m z_m^power = (power/2)(κ/T) d/dt Σ_k v_k², less softmax's normalisation where `normalised`.
     """
@@ -63,7 +63,7 @@ def _exp_back(y: Tokens, b: Tokens, _x: Tokens, _temperature: float) -> Tokens:
 
 
 def _softmax(z: Tokens, x: Tokens, temperature: float) -> Tokens:
-    score = np.where(x > 0, z / temperature, -np.inf)  # the largest score of a token that occurs
+    score = np.where(x > 0, z / temperature, -np.inf)  # only tokens that occur set the maximum
     b = x * np.exp(score - score.max(axis=-1, keepdims=True))
     return b / b.sum(axis=-1, keepdims=True)
 
@@ -81,7 +81,7 @@ ATTENTIONS: dict[str, AttentionLaw] = {
 
 @dataclass(frozen=True)
 class Ledger:
-    """What softmax's prediction leaves out, cumulative: Z(t) = predict(...) − drift − gap − step.
+    """The cumulative terms that softmax's prediction leaves out: Z(t) = predict(...) − drift − gap − step.
 
     `drift`: E[b] moved away from the reference. `gap`: b and the gradient are not independent. `step`: SGD's steps
     are finite (zero along the flow).
@@ -130,20 +130,20 @@ def predict(
     >>> predict("exp", v=[[1.0, 2.0], [0.0, 1.0]], v0=[[0.0, 0.0], [0.0, 0.0]], z0=[[0.1, 0.2]])
     array([2.6, 0.7])
     """
-    kind = choice("attention", attention, ATTENTIONS)
+    law = choice("attention", attention, ATTENTIONS)
     weights, start, logits = _weights("v", v), _weights("v0", v0), _logits("z0", z0)
     if weights.shape[-2:] != start.shape[-2:]:
         raise InputError("v0", f"of [token, hidden] {weights.shape[-2:]}", start.shape[-2:], "give the start of `v`")
     _same_tokens("z0", logits, weights)
     kappa = scalar("kappa", kappa, low=0.0)
-    total = (logits**kind.power).sum(axis=-2)
+    total = (logits**law.power).sum(axis=-2)
     growth = (weights**2).sum(axis=-1) - (start**2).sum(axis=-1)
-    if kind.normalised:
+    if law.normalised:
         fixed = _reference("b_ref", b_ref, weights)
         growth = growth - fixed * growth.sum(axis=-1, keepdims=True)
         kappa = kappa / scalar("temperature", temperature, above=0.0)
     broadcast(z0=total, v=growth)
-    return total + 0.5 * kind.power * kappa * growth
+    return total + 0.5 * law.power * kappa * growth
 
 
 def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_w: float = 1.0, rate_z: float = 1.0) -> np.ndarray:
@@ -166,15 +166,15 @@ def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_w: float = 1.0
     >>> conserved("linear", v=[[1.0, 2.0]], z=[[3.0], [1.0]], rate_z=2.0)
     array([0.])
     """
-    kind = choice("attention", attention, ATTENTIONS)
+    law = choice("attention", attention, ATTENTIONS)
     weights, logits = _weights("v", v), _logits("z", z)
     _same_tokens("z", logits, weights)
     rate_w, rate_z = scalar("rate_w", rate_w, above=0.0), scalar("rate_z", rate_z, above=0.0)
-    if kind.normalised:
+    if law.normalised:
         return logits.sum(axis=-1)
-    total, squares = (logits**kind.power).sum(axis=-2), (weights**2).sum(axis=-1)
+    total, squares = (logits**law.power).sum(axis=-2), (weights**2).sum(axis=-1)
     broadcast(z=total, v=squares)
-    return total / rate_z - 0.5 * kind.power * squares / rate_w
+    return total / rate_z - 0.5 * law.power * squares / rate_w
 
 
 def ledger(
@@ -187,14 +187,14 @@ def ledger(
     rate_z: float = 1.0,
     temperature: float = 1.0,
 ) -> Ledger:
-    """Account for softmax's prediction along plain SGD of any step size, exactly (Theorem 1).
+    """Return the terms that softmax's prediction leaves out along plain SGD, exact for any step size (Theorem 1).
 
         drift = (κ/T) Σ_s (b̄ − b_ref) Σ_k ⟨v_k, Δv_k⟩
         gap   = (η_z/T) Σ_s (pull − b̄ Σ_k ⟨v_k, Δv_k⟩/η_w)
         step  = (κ/2T) Σ_s [Σ_k Δv_k² − b_ref Σ_k ‖Δv_k‖²]
 
     `predict(...) − drift − gap − step` is Σ_m z_m to rounding, because Δv_k = η_w E[g_k h'_k b] in one step. What a
-    step records must be of the minibatch that made the step. E is over all its samples, whatever their query.
+    step records must come from the minibatch of that step. E is over all its samples, whatever their query.
 
     Args:
         v: weights before every step and after the last, [step + 1, ..., token, hidden].
@@ -208,28 +208,28 @@ def ledger(
     Returns:
         A `Ledger` of arrays [step + 1, ..., token], zero at first.
 
-    >>> book = ledger(v=[[[0.0], [0.0]], [[1.0], [3.0]]], b_bar=[[0.5, 0.5]], pull=[[0.0, 0.0]],
-    ...               rate_w=1.0, rate_z=1.0, temperature=1.0, b_ref=[0.5, 0.5])
-    >>> book.step[-1]
+    >>> remainder = ledger(v=[[[0.0], [0.0]], [[1.0], [3.0]]], b_bar=[[0.5, 0.5]], pull=[[0.0, 0.0]],
+    ...                    b_ref=[0.5, 0.5])
+    >>> remainder.step[-1]
     array([-2.,  2.])
     """
     path = _weights("v", v)
     if path.ndim < 3 or path.shape[0] < 2:
         raise InputError("v", "of axes [step + 1, ..., token, hidden]", path.shape, "record every step and the end")
-    mean, pulled = _along("b_bar", b_bar, path), _along("pull", pull, path)
+    b_bar, pull = _per_step("b_bar", b_bar, path), _per_step("pull", pull, path)
     rates = {"rate_w": rate_w, "rate_z": rate_z, "temperature": temperature}
     rates = {name: scalar(name, rate, above=0.0) for name, rate in rates.items()}
     fixed = _reference("b_ref", b_ref, path)
-    moved = np.diff(path, axis=0)
-    drift, gap = ledger_rates(path[:-1], moved, mean, pulled, b_ref=fixed, **rates)
-    squares = (moved**2).sum(axis=-1)
+    v_step = np.diff(path, axis=0)
+    drift, gap = ledger_rates(path[:-1], v_step, b_bar, pull, b_ref=fixed, **rates)
+    squares = (v_step**2).sum(axis=-1)
     scale = 0.5 * rates["rate_z"] / (rates["rate_w"] * rates["temperature"])
     step = scale * (squares - fixed * squares.sum(axis=-1, keepdims=True))
     return Ledger(*(_running_sum(term) for term in (drift, gap, step)))
 
 
 def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1.0) -> np.ndarray:
-    """Return what SGD's finite steps add to `predict` for linear and exp attention; softmax's is `Ledger.step`.
+    """Return what SGD's finite steps add to `predict` for linear and exp attention; for softmax see `Ledger.step`.
 
     One step keeps Σ_m z_m Δz_m = κ Σ_k v_k Δv_k (linear) and Σ_m Δz_m = κ Σ_k v_k Δv_k (exp) exactly, so that
 
@@ -248,13 +248,13 @@ def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1
     >>> finite_steps("exp", v=[[[0.0]], [[1.0]], [[3.0]]], z=[[[0.0]], [[0.0]], [[1.0]]])[:, 0]
     array([0. , 0.5, 2.5])
     """
-    kind = choice("attention", attention, {name: law for name, law in ATTENTIONS.items() if not law.normalised})
+    law = choice("attention", attention, {name: law for name, law in ATTENTIONS.items() if not law.normalised})
     path, logits = _weights("v", v), _logits("z", z)
     _same_tokens("z", logits, path)
     if path.shape[0] != logits.shape[0]:
         raise InputError("z", f"of {path.shape[0]} steps", logits.shape[0], "record both at every step and at the end")
-    added = 0.5 * kind.power * scalar("kappa", kappa, low=0.0) * (np.diff(path, axis=0) ** 2).sum(axis=-1)
-    if kind.power == 2:
+    added = 0.5 * law.power * scalar("kappa", kappa, low=0.0) * (np.diff(path, axis=0) ** 2).sum(axis=-1)
+    if law.power == 2:
         added = added - (np.diff(logits, axis=0) ** 2).sum(axis=-2)
     return _running_sum(added)
 
@@ -275,10 +275,10 @@ def ledger_rates(
         drift' = (κ/2T)(b̄ − b_ref) dS/dt,  S = Σ_k ‖v_k‖²,  dS/dt = 2 Σ_k ⟨v_k, v̇_k⟩
         gap'   = (η_z/T)(pull − b̄ Σ_k ⟨v_k, v̇_k⟩/η_w)
 
-    The flow integrates them. SGD sums them, with Δv for v̇. Arguments as in `ledger`, unchecked.
+    The flow integrates them. SGD sums them, with Δv for v̇. The arguments are those of `ledger`, unchecked.
 
-    >>> one = np.ones((1, 1))
-    >>> ledger_rates(one, one, one[0], one[0], rate_w=2.0, rate_z=1.0, temperature=1.0, b_ref=0 * one[0])
+    >>> v, b = np.ones((1, 1)), np.ones(1)
+    >>> ledger_rates(v, v, b, b, rate_w=2.0, rate_z=1.0, temperature=1.0, b_ref=0 * b)
     (array([0.5]), array([0.5]))
     """
     radial = (v * v_dot).sum(axis=(-2, -1))[..., None]
@@ -308,7 +308,7 @@ def reference(x: ArrayLike, weight: ArrayLike | None = None) -> np.ndarray:
 
 
 def folded_gain(v: ArrayLike, v0: ArrayLike, z0: ArrayLike, *, kappa: float = 1.0) -> np.ndarray:
-    """Return the factor that attention folded into the MLP puts on each token (exp attention, one query).
+    """Return the factor by which attention, folded into the MLP, multiplies each token (exp attention, one query).
 
         exp(z) = exp(z0 + (κ/2)(Σ_k v_k² − Σ_k v0_k²)),    so that    v̇ = η_w E[g h' x] ∘ exp(z)
 
@@ -343,7 +343,7 @@ def correlation(z: ArrayLike, z_hat: ArrayLike) -> np.ndarray:
         z_hat: predicted, [..., token].
 
     Returns:
-        An array of the leading axes; NaN where either side is constant and the correlation undefined.
+        An array of the leading axes; NaN where either side is constant, so that the correlation is undefined.
 
     >>> correlation([1.0, 2.0], [10.0, 20.0]).round(12)
     np.float64(1.0)
@@ -354,7 +354,7 @@ def correlation(z: ArrayLike, z_hat: ArrayLike) -> np.ndarray:
 
 
 def relative_error(z: ArrayLike, z_hat: ArrayLike, z0: ArrayLike) -> np.ndarray:
-    """Return the prediction's error in units of what there was to predict, over tokens.
+    """Return the error of the prediction relative to the change that was to be predicted, over tokens.
 
         ‖z − ẑ‖ / ‖z − z(0)‖
 
@@ -396,7 +396,7 @@ def _same_tokens(name: str, logits: np.ndarray, weights: np.ndarray) -> None:
         raise InputError(name, expected, f"shape {logits.shape}", "match the token axis of `v`, [..., token, hidden]")
 
 
-def _along(name: str, value: ArrayLike, path: np.ndarray) -> np.ndarray:
+def _per_step(name: str, value: ArrayLike, path: np.ndarray) -> np.ndarray:
     array, expected = real(name, value), (path.shape[0] - 1, *path.shape[1:-1])
     if array.shape != expected:
         raise InputError(name, f"of shape {expected}", array.shape, "give one record for each step of `v`")
@@ -414,7 +414,7 @@ def _reference(name: str, value: ArrayLike | None, weights: np.ndarray) -> np.nd
 
 
 def _unit(z: Tokens) -> Tokens:
-    """Return z less its mean, of norm 1 over tokens; NaN where what is left of a constant is rounding alone."""
+    """Return z − mean z, scaled to norm 1 over tokens; NaN where z is constant up to rounding."""
     centred = z - z.mean(axis=-1, keepdims=True)
     size = np.linalg.norm(centred, axis=-1, keepdims=True)
     varies = size > 4 * np.finfo(np.float64).eps * np.linalg.norm(z, axis=-1, keepdims=True)

@@ -1,16 +1,16 @@
 """The flow v̇ = (μ − v) exp(v²/2) solved for v at any time, by inverting its quadrature (Theorem 4).
 
-Write w = |μ − v| for the gap; the sign of μ − v never changes. A trajectory has two parts.
+Write w = |μ − v| for the gap. The sign of μ − v never changes. A trajectory has two parts.
 
 *Outer part.* t = ∫ exp(−v²/2)/w dw, summed by Gauss-Legendre over short panels. From the nearer end of a panel, a
 *knot*, the Taylor series of the flow guesses v; the time that the guess takes, again by Gauss-Legendre, leaves a
-residual of time; flowing on for that residual, by the same series, corrects the guess. Nothing is iterated.
+residual of time; the same series, applied for that residual, corrects the guess. Nothing is iterated.
 
 *Inner part*, w small. With the singularity taken out, t = exp(−μ²/2) [ln(w0/w) + S(w0) − S(w)] with an entire S, so
 that q = w exp(S(w)) decays exactly as exp(−λt), λ = exp(μ²/2). The gap is a power series in q, and ln w follows from
 ln q even when w is far below the rounding of μ.
 
-Panels are as wide as they may be while both w and exp(v²/2) change little over one: uniform in w, then geometric.
+Panels are as wide as possible while both w and exp(v²/2) change little over one: uniform in w, then geometric.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, broadcast, real
+from joma.arguments import broadcast, real, scalar
 
 # exp(v²/2) and exp(−v²/2) are both ordinary doubles up to here.
 LARGEST = 37.0
@@ -30,17 +30,17 @@ LARGEST = 37.0
 # Under the clock of softmax attention exp(v²/2) times the rounding of a time in two parts must stay below 1e-10.
 LARGEST_NORMALISED = 10.0
 
-# With these neither part errs by more than a few roundings of v and t; benchmarks/growth.py measures it.
+# With these the error of either part is a few roundings of v and t; benchmarks/growth.py measures it.
 _PANEL = 0.25
 _INNER = 1 / 16
 _ORDER = 16
 _NODES, _WEIGHTS = (np.polynomial.legendre.leggauss(5) + np.array([[1.0], [0.0]])) / 2
 
-# Values worked on at once: temporaries stay in the processor's cache, and memory does not grow with the problem.
+# Values computed at once: temporaries stay in the processor's cache, and memory does not grow with the problem.
 _BLOCK = 2**16
 
-# The clock of softmax attention: cells in which a root is bracketed, the most Newton steps (at worst bisections) taken
-# there, and the error from which the next step is the last, since each squares it.
+# The clock of softmax attention: the number of cells in which a root is bracketed, the largest number of Newton steps
+# (at worst bisections), and the error below which the next step is the last, since each step squares the error.
 _CELLS = 512
 _STEPS = 80
 _NEAR = 1e-9
@@ -49,16 +49,13 @@ _ROUNDING = 4e-15
 
 def stretch(temperature: float) -> float:
     """Return √(2/T): in the weights u = v √(2/T), softmax(v²/T) is softmax(u²/2)."""
-    value = real("temperature", temperature)
-    if value.ndim or value <= 0:
-        raise InputError("temperature", "one positive number", temperature, "give a number above 0")
-    return float(np.sqrt(2 / value))
+    return float(np.sqrt(2 / scalar("temperature", temperature, above=0.0)))
 
 
 def components(
     mu: ArrayLike, v0: ArrayLike, factor: float = 1.0, *, largest: float = LARGEST
 ) -> tuple[Float[np.ndarray, "*component"], Float[np.ndarray, "*component"]]:
-    """Check centres and starts; return both times `factor`, broadcast."""
+    """Check the centres and starts, and return both multiplied by `factor` and broadcast together."""
     bound = largest / factor
     centre, start = real("mu", mu, low=-bound, high=bound), real("v0", v0, low=-bound, high=bound)
     shape = broadcast(mu=centre, v0=start)
@@ -69,15 +66,15 @@ def components(
 class Table:
     """A block of components, each with the times at which it passes its knots, and its inner series.
 
-    A time has two parts, to be added: a double, and what was lost in rounding to it.
+    A time has two parts, to be added: a double, and its rounding error.
     """
 
     mu: Float[np.ndarray, " component"]
     v0: Float[np.ndarray, " component"]
-    side: Float[np.ndarray, " component"]  # sign of μ − v0; 0 where the component rests at μ
+    side: Float[np.ndarray, " component"]  # sign of μ − v0; 0 where the component is at rest at μ
     knot: Float[np.ndarray, "knot component"]  # v at the knots of the outer part
-    time: Float[np.ndarray, "2 knot component"]  # when v is there
-    switch: Float[np.ndarray, "2 knot component"]  # when the next knot becomes the nearer one; the last: the inner part
+    time: Float[np.ndarray, "2 knot component"]  # when v is at each knot
+    switch: Float[np.ndarray, "2 knot component"]  # when the next knot is nearer; the last: the inner part
     inner_time: Float[np.ndarray, "2 component"]  # when the inner series has q = exp(log_q)
     inner_drop: Float[np.ndarray, " component"]  # ln(w0/q) then
     log_q: Float[np.ndarray, " component"]
@@ -87,11 +84,11 @@ class Table:
 
 @np.errstate(under="ignore")
 def tabulate(mu: Float[np.ndarray, " component"], v0: Float[np.ndarray, " component"]) -> Table:
-    """Follow each component through its outer part."""
+    """Compute the knots and times of each component's outer part, and the series of its inner part."""
     side = np.sign(mu - v0)
     scale = _scale(mu, v0)
     inner = _INNER / scale
-    # A component at rest has no gap; any other would do, since side = 0 keeps it out of every formula.
+    # A component at rest has no gap. Any positive number will do, since side = 0 removes it from every formula.
     w0 = np.where(side == 0, inner, np.abs(mu - v0))
     inner = np.minimum(inner, w0)
     count = _panels(mu, v0)
@@ -153,15 +150,15 @@ def _durations(
 
 
 def _accumulate(durations: Float[np.ndarray, "piece component"]) -> Float[np.ndarray, "2 point component"]:
-    """Return the running sum from 0, with the rounding error of every addition added up beside it."""
+    """Return the running sum from 0, and the running sum of the rounding errors of its additions."""
     total = np.concatenate([np.zeros_like(durations[:1]), np.cumsum(durations, axis=0)])
     added = total[1:] - total[:-1]
-    lost = (total[:-1] - (total[1:] - added)) + (durations - added)
-    return _renormalise(total, np.concatenate([np.zeros_like(lost[:1]), np.cumsum(lost, axis=0)]))
+    error = (total[:-1] - (total[1:] - added)) + (durations - added)
+    return _renormalise(total, np.concatenate([np.zeros_like(error[:1]), np.cumsum(error, axis=0)]))
 
 
 def _renormalise(time: np.ndarray, rest: np.ndarray) -> Float[np.ndarray, "2 ..."]:
-    """Return the two parts with the first as near to their sum as a double can be."""
+    """Return the two parts such that the first is the double nearest to their sum."""
     total = time + rest
     return np.stack([total, rest - (total - time)])
 
@@ -243,18 +240,18 @@ def _count(
 def _inner(
     table: Table, t: Float[np.ndarray, " time"], rest: Float[np.ndarray, " time"] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Evaluate the inner series at all times; before its first time it is held there, to be overwritten."""
-    fallen = t[:, None] - table.inner_time[0]
+    """Evaluate the inner series at all times; times before its first one give its first value, to be overwritten."""
+    decay = t[:, None] - table.inner_time[0]
     if rest is not None:
-        fallen += rest[:, None] - table.inner_time[1]
-    np.maximum(fallen, (table.switch[:, -1] - table.inner_time).sum(axis=0), out=fallen)
-    fallen *= table.rate
-    q = np.exp(table.log_q - fallen)
+        decay += rest[:, None] - table.inner_time[1]
+    np.maximum(decay, (table.switch[:, -1] - table.inner_time).sum(axis=0), out=decay)
+    decay *= table.rate
+    q = np.exp(table.log_q - decay)
     ratio = np.zeros_like(q)
     for coefficient in table.series[::-1]:
         ratio *= q
         ratio += coefficient
-    drop = fallen
+    drop = decay
     drop += table.inner_drop
     drop -= np.log(ratio)
     q *= ratio
@@ -265,7 +262,7 @@ def _inner(
 def _outer(
     mu: Float[np.ndarray, " value"], knot: Float[np.ndarray, " value"], elapsed: Float[np.ndarray, " value"]
 ) -> Float[np.ndarray, " value"]:
-    """Flow from the knots for the (signed) times `elapsed`, at most about half a panel."""
+    """Return v after the (signed) times `elapsed` from the knots, at most about half a panel."""
     guess = _displacement(mu, knot, elapsed)
     taken = np.zeros_like(guess)
     for node, weight in zip(_NODES, _WEIGHTS, strict=True):
@@ -278,7 +275,7 @@ def _outer(
 def _displacement(
     mu: Float[np.ndarray, " value"], v: Float[np.ndarray, " value"], elapsed: Float[np.ndarray, " value"]
 ) -> Float[np.ndarray, " value"]:
-    """Return how far the flow goes, by its Taylor series to the third order."""
+    """Return the displacement of the flow in a time, by its Taylor series to the third order."""
     gap = mu - v
     product = v * gap
     x = np.exp(v**2 / 2) * elapsed
@@ -289,7 +286,7 @@ def _displacement(
 def pieces(
     mu: Float[np.ndarray, " component"], v0: Float[np.ndarray, " component"], times: int
 ) -> Iterator[tuple[slice, Table]]:
-    """Tabulate the components block by block, so that a block and `times` times fit the cache."""
+    """Yield the tables of the components, block by block, so that a block at `times` times fits into the cache."""
     size = max(1, _BLOCK // max(min(times, _BLOCK), 2 * _panels(mu, v0)))
     for start in range(0, mu.size, size):
         block = slice(start, start + size)
@@ -299,7 +296,7 @@ def pieces(
 def chunks(
     table: Table, t: Float[np.ndarray, " time"], rest: Float[np.ndarray, " time"] | None = None
 ) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
-    """Evaluate `table` at the times `t`, or `t + rest`, chunk by chunk."""
+    """Yield v and the drop of the log gap at the times `t`, or `t + rest`, chunk by chunk."""
     size = max(1, _BLOCK // table.mu.size)
     for start in range(0, t.size, size):
         part = slice(start, start + size)
@@ -324,7 +321,7 @@ def partition(
 def clock(tables: Sequence[Table], t: Float[np.ndarray, " time"]) -> Float[np.ndarray, "2 time"]:
     """Return the τ at which ∫₀^τ Z dτ' = t, for the clock dt = Z dτ of softmax attention, by bracketed Newton steps.
 
-    In two parts: where Z is large τ hardly moves while t does, and a double could not tell one τ from the next.
+    It is returned in two parts: where Z is large, τ changes by less than its rounding while t changes visibly.
     """
     cells = grid(tables)
     passed, z = partition(tables, cells)
@@ -350,8 +347,8 @@ def clock(tables: Sequence[Table], t: Float[np.ndarray, " time"]) -> Float[np.nd
 
 
 def grid(tables: Sequence[Table]) -> Float[np.ndarray, "2 time"]:
-    """Return times between which no component moves by much, in order: 0 and those of the tables, thinned evenly."""
+    """Return sorted times between which no component moves by much: 0 and those of the tables, thinned evenly."""
     times = np.concatenate([np.hstack([table.switch.reshape(2, -1), table.inner_time]) for table in tables], axis=1)
     times = times[:, np.lexsort(times[::-1])]
-    kept = np.linspace(0, times.shape[1] - 1, min(times.shape[1], _CELLS)).astype(int)
-    return np.concatenate([np.zeros((2, 1)), times[:, kept]], axis=1)
+    columns = np.linspace(0, times.shape[1] - 1, min(times.shape[1], _CELLS)).astype(int)
+    return np.concatenate([np.zeros((2, 1)), times[:, columns]], axis=1)
