@@ -1,6 +1,6 @@
-"""Training many seeds at once beside a plain eager loop, seed after seed, at batch 128: the same mathematics.
+"""Training all seeds at once against a plain eager loop over seeds, at batch 128: the same mathematics.
 
-On the CPU: width 256, 20 classes, 5 seeds. On CUDA, where there is one: the whole of Table 1, and memory.
+On the CPU: width 256, 20 classes, 5 seeds. On CUDA, if there is a device: the whole of Table 1, and memory.
 """
 
 import gc
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,135 +21,163 @@ from torch import Tensor
 from benchmarks import Row
 from joma.models.transformer import Decoder
 from joma.report.figure import canvas, save, style, theory
-from joma.studies.hierarchy.alignment import PUBLISHED, Config, _collapsed, _decoder, _trained, _trees, run
+from joma.studies.hierarchy.alignment import (
+    PUBLISHED,
+    Config,
+    decoder_config,
+    draw_trees,
+    merge_pads,
+    run,
+    train_cells,
+)
 from joma.study import Context
-from joma.train import Optimiser, fit
+from joma.train import Compute, Optimiser, Record, fit
 
 SMALL = Config(classes=(20,), children=(2,), latents=((10, 20),), controls=())
+EAGER = Compute("high", compiled=False)
 OUT = Path("runs/benchmarks")
 
 
 def synchronised() -> float:
-    """The time, after all that was asked of the device is done."""
+    """Return the time in seconds, once the device has finished all its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def plain(config: Config, device: str, steps: int, classes: int, children: int) -> float:
-    """Seconds a step and seed of the eager loop: one seed, 128 whole sequences, torch's own Adam."""
+def seconds_per_step(train: Callable[[int], object], steps: int) -> float:
+    """Return the seconds that `train(count)` takes for each step, without those of its start."""
+    seconds = []
+    for count in (4, steps // 4, steps):  # the first one is a warm-up
+        start = synchronised()
+        train(count)
+        seconds.append(synchronised() - start)
+    return (seconds[2] - seconds[1]) / (steps - steps // 4)
+
+
+def eager_seconds(config: Config, device: str, steps: int, classes: int, children: int) -> float:
+    """Return the seconds for each step and seed of the eager loop: one seed, 128 full sequences, torch's Adam."""
     context = Context((0,))
-    tree = _trees(config, context, classes, children)[0]
-    model = Decoder(_decoder(config, "trained", classes), generators=context.generators()).to(device)
-    rule = torch.optim.Adam(model.parameters(), lr=config.rate, weight_decay=config.weight_decay)
+    tree = draw_trees(config, context, classes, children)[0]
+    model = Decoder(decoder_config(config, "trained", classes), generators=context.generators("weights")).to(device)
+    optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, weight_decay=config.weight_decay)
     label = torch.randint(classes, (steps + 3, config.batch), generator=torch.Generator().manual_seed(0)).to(device)
     sequence = tree.sequence[0].to(device)
+    start = synchronised()
     for step in range(steps + 3):
-        if step == 3:
-            begun = synchronised()
-        rule.zero_grad()
+        if step == 3:  # the first three are a warm-up
+            start = synchronised()
+        optimiser.zero_grad()
         logits = model(sequence[label[step]])[0, :, -1]
         torch.nn.functional.cross_entropy(logits, label[step]).backward()
-        rule.step()
-    return (synchronised() - begun) / steps  # pyright: ignore[reportPossiblyUnboundVariable]
+        optimiser.step()
+    return (synchronised() - start) / steps
 
 
-def together(config: Config, device: str, steps: int, seeds: int, *, classes: int, children: int) -> float:
-    """Seconds a step and seed of the loop with the seed axis, once it is warm."""
-    config = replace(config, steps=steps, records=2)
-    took = []
-    for count in (4, steps // 4, steps):  # the first one only warms up
-        begun = synchronised()
-        _trained(replace(config, steps=count), Context(tuple(range(seeds)), device), "trained", classes, children)
-        took.append(synchronised() - begun)
-    return (took[2] - took[1]) / (steps - steps // 4) / (seeds * len(config.latents))
+def joint_seconds(config: Config, device: str, steps: int, seeds: int, *, classes: int, children: int) -> float:
+    """Return the seconds for each step and seed of our loop, which trains all seeds at once."""
+    context = Context(tuple(range(seeds)), device)
+
+    def train(count: int) -> None:
+        train_cells(replace(config, steps=count, records=2), context, "trained", classes, children)
+
+    return seconds_per_step(train, steps) / (seeds * len(config.latents))
 
 
 def rows() -> Iterator[Row]:
-    """Yield (what, asked, reached, met)."""
+    """Yield what is measured, its target, the result and whether the target is met."""
     narrow = replace(SMALL, width=256)
-    slow, fast = plain(narrow, "cpu", 6, 20, 2), together(narrow, "cpu", 24, 5, classes=20, children=2)
-    ratio = slow / fast
+    eager = eager_seconds(narrow, "cpu", 6, 20, 2)
+    ratio = eager / joint_seconds(narrow, "cpu", 24, 5, classes=20, children=2)
     yield "a step and seed, 5 seeds, width 256, CPU: plain eager loop over ours", "≥ 5 x", f"{ratio:.1f} x", ratio >= 5
     yield interrupted()
-    yield from costs("cpu", Config(**vars(replace(SMALL, width=64))), 16)
+    yield from costs("cpu", replace(SMALL, width=64), 16)
     if torch.cuda.is_available():
         yield from on_cuda()
 
 
 def interrupted() -> Row:
-    """From Ctrl-C in the midst of `joma run` to its end, everything saved; it waits for the step that is under way."""
+    """Measure the time from Ctrl-C during `joma run` to its end, after the step in progress and a checkpoint."""
     with tempfile.TemporaryDirectory() as out:
-        joma = [sys.executable, "-m", "joma", "run", "alignment", "--out", out, "--set", "width=256"]
-        process = subprocess.Popen(joma, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "joma", "run", "alignment", "--out", out, "--set", "width=256"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         while not list(Path(out).glob("alignment/*/log.txt")):
             time.sleep(0.05)
         time.sleep(5.0)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate()
-        took = time.perf_counter() - begun
+        _, message = process.communicate()
+        seconds = time.perf_counter() - start
         saved = list(Path(out).glob("alignment/*/checkpoints/*/*.sha256"))
-    met = took <= 2 and process.returncode == 130 and bool(saved) and said.count("\n") == 1
-    return "Ctrl-C in the midst of joma run alignment, width 256: until all is saved", "≤ 2 s", f"{took:.2f} s", met
+    met = seconds <= 2 and process.returncode == 130 and bool(saved) and message.count("\n") == 1
+    return "Ctrl-C in the midst of joma run alignment, width 256: until all is saved", "≤ 2 s", f"{seconds:.2f} s", met
 
 
 def costs(device: str, config: Config, steps: int) -> Iterator[Row]:
-    """The cost of a step against seeds, width and length: rows without a number to reach, and a log-log plot."""
-    axes_of = {
+    """Measure the cost of a step against seeds, width and length: rows without a target, and a log-log plot."""
+    values_by_name = {
         "seeds": (1, 2, 5, 10, 20),
         "width": (config.width, 2 * config.width, 4 * config.width),
         "length": (10, 20, 30),
     }
-    found: dict[str, list[float]] = {}
-    for name, values in axes_of.items():
-        found[name] = [_cost(config, device, steps, **{name: value}) for value in values]
-        told = ", ".join(f"{value}: {1e3 * cost:.2f}" for value, cost in zip(values, found[name], strict=True))
-        yield f"ms a step against {name}, {device} [{told}]", "–", "in the plot", True
+    seconds: dict[str, list[float]] = {}
+    for name, values in values_by_name.items():
+        seconds[name] = [_cost(config, device, steps, **{name: value}) for value in values]
+        listed = ", ".join(f"{value}: {1e3 * cost:.2f}" for value, cost in zip(values, seconds[name], strict=True))
+        yield f"ms a step against {name}, {device} [{listed}]", "–", "in the plot", True
     with style():
         figure, axes = canvas(1, 3)
-        for panel, (name, values) in zip(axes[0], axes_of.items(), strict=True):
-            theory(panel, values, np.array(found[name][0]) * np.array(values) / values[0], 1, "proportional")
-            panel.plot(values, found[name], "o-", color="black", label="measured")
+        for panel, (name, values) in zip(axes[0], values_by_name.items(), strict=True):
+            theory(panel, values, np.array(seconds[name][0]) * np.array(values) / values[0], 1, "proportional")
+            panel.plot(values, seconds[name], "o-", color="black", label="measured")
             panel.set(xlabel=name, ylabel="s a step, all seeds", xscale="log", yscale="log")
             panel.legend()
         save(figure, OUT / f"cost-{device}", caption="Cost of a training step against seeds, width and length.")
 
 
 def _cost(config: Config, device: str, steps: int, *, seeds: int = 5, width: int = 0, length: int = 0) -> float:
-    """Seconds a step of all seeds on sequences of `length` tokens without merging, or on the tree's own."""
+    """Return the seconds for a step of all seeds, on random sequences of `length` tokens or, with 0, on the tree's."""
     config = replace(config, width=width or config.width)
-    context = Context(tuple(range(seeds)), device)
-    data = _collapsed(_trees(config, context, 20, 2))
-    sequence = data.sequence.to(device)
+    model, sequence = _model_and_sequence(config, Context(tuple(range(seeds)), device))
     if length:
         sequence = torch.randint(config.vocabulary, (seeds, 20, length), generator=torch.Generator().manual_seed(0))
         sequence = sequence.to(device)
-    model = Decoder(_decoder(config, "trained", 20), generators=context.generators()).to(device)
+
+    def train(count: int) -> None:
+        record = Record(at=(0, count))
+        fit(model, _loss(sequence), optimiser=Optimiser("adam", 1e-4), steps=count, record=record, compute=EAGER)
+
+    return seconds_per_step(train, steps)
+
+
+def _model_and_sequence(config: Config, context: Context) -> tuple[Decoder, Tensor]:
+    """Return a decoder and the sequences of 20 classes with merged pads, for all seeds, on the context's device."""
+    sequence = merge_pads(draw_trees(config, context, 20, 2)).sequence.to(context.device)
+    model = Decoder(decoder_config(config, "trained", 20), generators=context.generators("weights"))
+    return model.to(context.device), sequence
+
+
+def _loss(sequence: Tensor) -> Callable[[Decoder, Tensor], Tensor]:
+    """Return the mean surprisal of the classes after the last position, without multiplicities."""
 
     def loss(model: Decoder, _: Tensor) -> Tensor:
         label = torch.arange(sequence.shape[1], device=sequence.device)[:, None]
         return model.surprisal(sequence, label, last=1).mean(dim=(1, 2))
 
-    took = []
-    for count in (4, steps // 4, steps):  # the first one only warms up
-        begun = synchronised()
-        fit(
-            model, loss, optimiser=Optimiser("adam", 1e-4), steps=count, at=(0, count), compiled=False, precision="high"
-        )
-        took.append(synchronised() - begun)
-    return (took[2] - took[1]) / (steps - steps // 4)
+    return loss
 
 
 def on_cuda() -> Iterator[Row]:
-    """The whole of Table 1 without its controls, against the plain loop; and the memory that it takes."""
-    slow = np.mean([plain(Config(), "cuda", 60, classes, children) for classes in (20, 30) for children in (2, 3)])
-    begun = synchronised()
+    """Measure the whole of Table 1 without its controls, against the eager loop, and the memory of a step."""
+    eager = np.mean(
+        [eager_seconds(Config(), "cuda", 60, classes, children) for classes in (20, 30) for children in (2, 3)]
+    )
+    start = synchronised()
     torch.cuda.reset_peak_memory_stats()
     table = run(replace(Config(), controls=()), Context(tuple(range(5)), "cuda"))
-    took = synchronised() - begun
-    yield "Table 1: 8 cells x 5 seeds x 10,000 steps", "≤ 150 s", f"{took:.0f} s", took <= 150
-    ratio = float(slow * 40 * 10_000 / took)
+    seconds = synchronised() - start
+    yield "Table 1: 8 cells x 5 seeds x 10,000 steps", "≤ 150 s", f"{seconds:.0f} s", seconds <= 150
+    ratio = float(eager * 40 * 10_000 / seconds)
     yield "Table 1: plain eager loop (its step timed) over ours", "≥ 20 x", f"{ratio:.1f} x", ratio >= 20
     yield from entries(table)
     yield from memory()
@@ -157,7 +185,7 @@ def on_cuda() -> Iterator[Row]:
 
 
 def entries(table: xr.Dataset) -> Iterator[Row]:
-    """The table's own entries, mean over seeds, beside the published ranges."""
+    """Compare the entries of the table, averaged over seeds, with the published ranges."""
     end = table.alignment.isel(step=-1).sel(arm="trained").mean("seed")
     for name in table.cell.values:
         for layer, (low, high) in PUBLISHED.items():
@@ -166,30 +194,25 @@ def entries(table: xr.Dataset) -> Iterator[Row]:
 
 
 def memory() -> Iterator[Row]:
-    """Peak memory of a step against parameters, gradients, Adam's two moments and what one forward pass saves."""
-    context = Context(tuple(range(5)), "cuda")
-    data = _collapsed(_trees(SMALL, context, 20, 2))
-    sequence = data.sequence.to("cuda")
-    model = Decoder(_decoder(SMALL, "trained", 20), generators=context.generators()).to("cuda")
+    """Measure the peak memory of a step against parameters, gradients, Adam's two moments and saved activations."""
+    model, sequence = _model_and_sequence(SMALL, Context(tuple(range(5)), "cuda"))
+    loss = _loss(sequence)
     saved: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def note_size(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor.detach()  # the tensor itself would hold its own graph, and that the device's first stream
+        return tensor.detach()  # the tensor itself would keep its graph alive, and with it the device's first stream
 
-    def loss(model: Decoder, _: Tensor) -> Tensor:
-        label = torch.arange(sequence.shape[1], device=sequence.device)[:, None]
-        return model.surprisal(sequence, label, last=1).mean(dim=(1, 2))
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(note_size, lambda tensor: tensor):
         loss(model, torch.zeros(())).sum()
-    parameters = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in model.parameters()}
-    activations = sum(size for place, size in saved.items() if place not in parameters)
+    storages = [parameter.untyped_storage() for parameter in model.parameters()]
+    parameters = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    activations = sum(size for address, size in saved.items() if address not in parameters)
     floor = 4 * sum(parameters.values()) + activations
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     others = torch.cuda.memory_allocated() - sum(parameters.values())
-    fit(model, loss, optimiser=Optimiser("adam", 1e-5), steps=50, at=(0, 50), compiled=False, precision="high")
+    fit(model, loss, optimiser=Optimiser("adam", 1e-5), steps=50, record=Record(at=(0, 50)), compute=EAGER)
     ratio = (torch.cuda.max_memory_allocated() - others) / floor
     yield "peak memory over parameters, gradients, moments and activations", "≤ 1.3 x", f"{ratio:.2f} x", ratio <= 1.3

@@ -1,3 +1,7 @@
+"""The study `alignment`: a small run, its claims with controls and cells left out, and its figures."""
+
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +11,19 @@ import torch
 from joma.arguments import InputError
 from joma.data.combinations import CombinationTree
 from joma.models import Decoder
-from joma.studies.hierarchy.alignment import CLAIMS, STUDY, Config, _collapsed, _decoder, cell, gain, learned, run
+from joma.studies.hierarchy.alignment import (
+    ARM_LABELS,
+    CLAIMS,
+    PUBLISHED,
+    STUDY,
+    Config,
+    cell,
+    decoder_config,
+    gain_over_control,
+    gain_over_start,
+    merge_pads,
+    run,
+)
 from joma.study import Context, Preset, execute
 
 SMALL = Config(
@@ -39,34 +55,86 @@ def test_it_learns_up_to_the_cap(trajectory):
 
 def test_a_seed_does_not_depend_on_its_neighbours(trajectory):
     alone = run(replace(SMALL, controls=()), Context((1,)))
-    whole = trajectory.loss.sel(arm="trained", seed=1)
-    np.testing.assert_allclose(alone.loss.sel(arm="trained", seed=1).transpose(*whole.dims), whole, rtol=1e-3)
+    with_another = trajectory.loss.sel(arm="trained", seed=1)
+    alone = alone.loss.sel(arm="trained", seed=1).transpose(*with_another.dims)
+    np.testing.assert_allclose(alone, with_another, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("children", "length"), [(2, 30), (3, 30), (3, 28)])
 def test_merged_pads_change_nothing(children, length):
     context = Context((0, 1))
-    law = CombinationTree(20, children, length=length)
-    trees = [law.draw(context.generators())]
-    merged, whole = _collapsed(trees), trees[0].sequence
-    config = replace(Config(), width=8, hidden=10)
-    model = Decoder(_decoder(config, "trained", 20), generators=context.generators(), dtype=torch.float64)
-    full = model(whole, last=1)
+    tree = CombinationTree(20, children, length=length).draw(context.generators("trees"))
+    config = decoder_config(replace(Config(), width=8, hidden=10), "trained", 20)
+    model = Decoder(config, generators=context.generators("weights"), dtype=torch.float64)
+    merged = merge_pads([tree])
+    assert int(merged.multiplicity[0, 0].sum()) == length
+    full = model(tree.sequence, last=1)
     short = model(merged.sequence, last=1, multiplicity=merged.multiplicity[0])
     torch.testing.assert_close(full, short, rtol=1e-10, atol=1e-10)
 
 
-def test_gain_is_a_difference_of_arms(trajectory):
+def test_trees_of_different_sizes_are_merged_to_one_length():
+    """Three children reach more tokens than two, so the longer tree decides the length."""
+    context = Context((0, 1))
+    trees = [CombinationTree(20, children).draw(context.generators("trees")) for children in (2, 3)]
+    merged, alone = merge_pads(trees), merge_pads(trees[1:])
+    assert merged.sequence.shape == (4, *alone.sequence.shape[1:])
+    torch.testing.assert_close(merged.sequence[2:], alone.sequence)
+    assert alone.sequence.shape[-1] > merge_pads(trees[:1]).sequence.shape[-1]
+
+
+def test_the_gain_over_a_control_is_a_difference_of_arms(trajectory):
     shifted = trajectory.copy(deep=True)
     shifted.alignment.loc[{"arm": "trained"}] = shifted.alignment.sel(arm="frozen") + 0.25
-    np.testing.assert_allclose(gain(shifted, "frozen", 1), 0.25)
+    np.testing.assert_allclose(gain_over_control(shifted, "frozen", 1), 0.25)
 
 
-def test_claims_and_figures(trajectory):
-    records = [claim.judge(trajectory, "quick") for claim in CLAIMS]
-    assert sum(record["verdict"] == "not tested at this preset" for record in records) == 16
-    for drawing in STUDY.figures.values():
-        assert drawing.draw(trajectory).axes
+def test_the_table_is_judged_at_the_paper_preset_alone(trajectory):
+    judged = verdicts(trajectory)
+    assert {name for name, verdict in judged.items() if verdict == "not tested at this preset"} == {
+        name for name in judged if name.startswith("table-")
+    }
+    assert sum(name.startswith("table-") for name in judged) == 16
+
+
+def test_the_table_is_drawn_with_controls_start_and_chance(trajectory):
+    panels = STUDY.figures["table"].draw(trajectory).axes
+    assert [tick.get_text() for tick in panels[0].get_yticklabels()] == trajectory.cell.values.tolist()
+    shown = [*ARM_LABELS.values(), "untrained", "Gaussian units"]
+    for layer, panel in enumerate(panels):
+        assert panel.get_title(loc="left").endswith(f"Latents s = {layer}, hidden units of layer {layer}")
+        assert [bars.get_label() for bars in panel.containers] == shown
+        assert panel.yaxis_inverted()
+        (published,) = panel.patches
+        np.testing.assert_allclose((published.get_x(), published.get_x() + published.get_width()), PUBLISHED[layer])
+        drawn = np.array([bars.lines[0].get_xdata() for bars in panel.containers])
+        mean = trajectory.alignment.isel(latent_layer=layer, layer=layer).mean("seed")
+        np.testing.assert_allclose(drawn[:4], mean.isel(step=-1).transpose("arm", "cell"))
+        np.testing.assert_allclose(drawn[4], mean.isel(step=0).sel(arm="trained"))
+        np.testing.assert_allclose(drawn[5], trajectory.chance.mean("seed")[:, layer])
+
+
+def test_training_is_drawn_for_every_arm_of_the_first_cell(trajectory):
+    figure = STUDY.figures["training"].draw(trajectory)
+    *alignment, accuracy = figure.axes
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(ARM_LABELS.values())
+    first = trajectory.isel(cell=0).mean("seed")
+    for layer, panel in enumerate(alignment):
+        assert (panel.get_xlabel(), panel.get_ylabel(), panel.get_xscale()) == ("step + 1", "alignment", "log")
+        for line, arm in zip(panel.lines, ARM_LABELS, strict=True):
+            np.testing.assert_array_equal(line.get_xdata(), trajectory.step + 1)
+            expected = first.alignment.sel(arm=arm).isel(latent_layer=layer, layer=layer)
+            np.testing.assert_allclose(line.get_ydata(), expected)
+    *arms, cap = accuracy.lines
+    assert len(arms) == 4
+    assert accuracy.get_ylim() == (0, 1.05)
+    np.testing.assert_allclose(cap.get_ydata(), float(first.accuracy_cap.mean()))
+
+
+def test_only_the_arms_trained_in_the_first_cell_are_drawn(trajectory):
+    controls = trajectory.diverged.where((trajectory.arm == "trained") | (trajectory.cell != trajectory.cell[0]))
+    alignment, *_ = STUDY.figures["training"].draw(trajectory.assign(diverged=controls)).axes
+    assert [line.get_label() for line in alignment.lines] == ["attention trained"]
 
 
 def verdicts(run, preset="quick"):
@@ -75,43 +143,47 @@ def verdicts(run, preset="quick"):
 
 @pytest.mark.parametrize("change", [{"controls": ()}, {"controls": (7,)}, {"controls": (5,), "classes": (6, 5)}])
 def test_controls_may_be_left_out(change, tmp_path):
-    """Where there is no control nothing is said about it; where the first cell has none, the others are compared."""
+    """Claims about a control that is nowhere trained are not tested; otherwise the cells that have it are compared."""
     config = replace(SMALL, **change, steps=3, records=2)
     outcome = execute(replace(STUDY, presets={"quick": Preset(config, 1, 1)}), out=tmp_path)
-    there = change["controls"] == (5,)
+    has_controls = change["controls"] == (5,)
     tested = {claim["name"] for claim in outcome.claims if claim["verdict"] != "not tested at this preset"}
     compared = {f"{arm}-s{layer}" for arm in ("frozen", "uniform", "linear") for layer in (0, 1)}
-    assert tested == {"learned-s0", "learned-s1"} | (compared if there else set())
+    assert tested == {"learned-s0", "learned-s1"} | (compared if has_controls else set())
     values = [claim["measured"]["mean"] for claim in outcome.claims if claim["name"] in compared]
-    assert [value is not None for value in values] == [there] * 6
+    assert [value is not None for value in values] == [has_controls] * 6
     assert len(list((outcome.path / "figures").glob("*.svg"))) == 2
 
 
 def test_a_cell_that_was_not_trained_is_not_judged(trajectory):
     """One of Table 1's eight cells."""
-    one = trajectory.isel(cell=[0]).assign_coords(cell=[cell(20, 2, (10, 20))])
-    found = {name: verdict for name, verdict in verdicts(one, "paper").items() if name.startswith("table")}
-    judged = {name for name, verdict in found.items() if verdict != "not tested at this preset"}
-    assert judged == {"table-20-2-10-20-s0", "table-20-2-10-20-s1"}
+    single_cell = trajectory.isel(cell=[0]).assign_coords(cell=[cell(20, 2, (10, 20))])
+    judged = {
+        name for name, verdict in verdicts(single_cell, "paper").items() if verdict != "not tested at this preset"
+    }
+    assert {name for name in judged if name.startswith("table")} == {"table-20-2-10-20-s0", "table-20-2-10-20-s1"}
 
 
-def test_a_seed_lost_in_one_cell_is_lost_in_every_mean_over_cells(trajectory):
-    lost = trajectory.copy(deep=True)
-    lost.alignment.loc[{"arm": "trained", "cell": cell(6, 2, (4, 5)), "seed": 0, "step": slice(1, None)}] = np.nan
-    for values in (gain(lost, "frozen", 0), learned(lost, 1)):
+def test_a_seed_that_diverged_in_one_cell_is_nan_in_every_mean_over_cells(trajectory):
+    diverged = trajectory.copy(deep=True)
+    diverged.alignment.loc[{"arm": "trained", "cell": cell(6, 2, (4, 5)), "seed": 0, "step": slice(1, None)}] = np.nan
+    for values in (gain_over_control(diverged, "frozen", 0), gain_over_start(diverged, 1)):
         np.testing.assert_array_equal(np.isnan(values), [True, False])
-    assert set(verdicts(lost).values()) == {"does not hold", "not tested at this preset"}
+    assert set(verdicts(diverged).values()) == {"does not hold", "not tested at this preset"}
 
 
-def test_seeds_that_are_equal_are_drawn(trajectory):
-    """The mean of three times 0.1 is above 0.1."""
-    assert STUDY.figures["table"].draw(
-        trajectory.isel(seed=[0, 0, 0]).assign(alignment=lambda run: 0 * run.alignment + 0.1)
-    )
+def test_equal_seeds_are_drawn_without_bars(trajectory):
+    """Rounding places the mean of three times 0.1 above 0.1, and no bar may have a negative length."""
+    equal = trajectory.isel(seed=[0, 0, 0]).assign(alignment=lambda run: 0 * run.alignment + 0.1)
+    panel, _ = STUDY.figures["table"].draw(equal).axes
+    _, _, (bars,) = panel.containers[0].lines
+    lengths = [segment[1, 0] - segment[0, 0] for segment in bars.get_segments()]
+    np.testing.assert_allclose(lengths, 0, atol=1e-12)
+    assert min(lengths) >= 0
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("change", "name"),
     [
         ({"layers": 1}, "layers"),
         ({"records": 1}, "records"),
@@ -121,23 +193,23 @@ def test_seeds_that_are_equal_are_drawn(trajectory):
         ({"latents": ((4, 5), (4, 5))}, "latents"),
     ],
 )
-def test_bad_config_is_named_before_any_training(change, word, monkeypatch):
+def test_bad_config_is_named_before_any_training(change, name, monkeypatch):
     monkeypatch.setattr(Context, "fit", lambda *_args, **_options: pytest.fail("trained"))
-    with pytest.raises(InputError, match=f"`{word}`"):
+    with pytest.raises(InputError, match=f"`{name}`"):
         run(replace(SMALL, **change), Context((0,)))
 
 
 def test_the_linear_arm_trains_its_attention_too():
-    """So that the claim is about the activation, and says so."""
-    said = {claim.name: claim.statement for claim in CLAIMS}
+    """So the claim is about the activation, and its statement says so."""
+    statements = {claim.name: claim.statement for claim in CLAIMS}
     for layer in (0, 1):
-        assert said[f"linear-s{layer}"].startswith("The activation matters")
-        assert said[f"uniform-s{layer}"].startswith("Training attention matters")
+        assert statements[f"linear-s{layer}"].startswith("The activation matters")
+        assert statements[f"uniform-s{layer}"].startswith("Training attention matters")
 
 
 @pytest.mark.parametrize(
     "change", [{"latents": ((4, 500),)}, {"length": 3}, {"steps": 0}, {"children": (9,)}, {"width": 0}, {"batch": 0}]
 )
-def test_bad_config(change):
+def test_bad_config_is_refused(change):
     with pytest.raises(InputError):
         run(replace(SMALL, **change), Context((0,)))

@@ -1,4 +1,4 @@
-"""Table 1: hidden units come to represent the latents of a hierarchy; and what attention's training adds to that."""
+"""Table 1: hidden units come to represent the latents of a hierarchy, and what training attention adds to that."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from joma.train import Compute, Optimiser, Record
 
 PUBLISHED = {0: (0.94, 1.00), 1: (0.55, 0.81)}  # by latent layer s
 CLASSES, CHILDREN, LATENTS = (20, 30), (2, 3), ((10, 20), (20, 30))
-ARMS: dict[str, dict[str, Any]] = {
+ARMS: dict[str, dict[str, Any]] = {  # what each arm changes in `DecoderConfig`
     "trained": {},
     "frozen": {"attention": "frozen"},
     "uniform": {"attention": "uniform"},
     "linear": {"activation": "linear"},
 }
-ARM_NAMES = {
+ARM_LABELS = {
     "trained": "attention trained",
     "frozen": "attention frozen at its start",
     "uniform": "uniform attention",
@@ -41,7 +41,7 @@ ARM_NAMES = {
 
 @dataclass(frozen=True)
 class Config:
-    """Table 1's setting; every cell is (classes, children, (N0, N1))."""
+    """The setting of Table 1, which has a cell for each (classes, children, (N0, N1))."""
 
     classes: tuple[int, ...] = CLASSES
     children: tuple[int, ...] = CHILDREN
@@ -52,10 +52,12 @@ class Config:
     layers: int = 3
     hidden: int = 400
     rate: float = 1e-5
+    """Learning rate of Adam."""
     weight_decay: float = 1e-4
     batch: int = 128
     steps: int = 10_000
     records: int = 20
+    """Number of records, about: steps that round to the same number are recorded once."""
     controls: tuple[int, ...] = (20,)
     """The numbers of classes at which the controls are trained too; () for none."""
     precision: str = "bf16"
@@ -65,7 +67,7 @@ class Config:
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Train each cell with all seeds at once, and its controls where they are asked for."""
+    """Train each cell with all seeds at once, and its controls if `controls` has its number of classes."""
     trainings = [
         (arm, classes, children)
         for arm, classes, children in product(ARMS, config.classes, config.children)
@@ -73,16 +75,17 @@ def run(config: Config, context: Context) -> xr.Dataset:
     ]
     _check(config)
     for _, classes, children in trainings:
-        _trees(config, context, classes, children)  # bad input is found before any training
-    with context.progress.task("alignment", total=len(trainings)) as work:
-        parts = []
+        draw_trees(config, context, classes, children)  # bad input is refused before any training
+    with context.progress.task("alignment", total=len(trainings)) as task:
+        trajectories = []
         for arm, classes, children in trainings:
-            parts.append(_trained(config, context, arm, classes, children))
-            work.advance()
-    found = xr.combine_by_coords(parts, join="outer", combine_attrs="drop", data_vars="all")
-    assert isinstance(found, xr.Dataset)
-    chance = _chance(config, context)
-    return found.assign(chance=chance).reindex(arm=[arm for arm in ARMS if arm in found.arm.values], cell=chance.cell)
+            trajectories.append(train_cells(config, context, arm, classes, children))
+            task.advance()
+    trained = xr.combine_by_coords(trajectories, join="outer", combine_attrs="drop", data_vars="all")
+    assert isinstance(trained, xr.Dataset)
+    chance = _chance_alignment(config, context)
+    arms = [arm for arm in ARMS if arm in trained.arm.values]
+    return trained.assign(chance=chance).reindex(arm=arms, cell=chance.cell)
 
 
 def _check(config: Config) -> None:
@@ -93,7 +96,7 @@ def _check(config: Config) -> None:
 
 
 def cell(classes: int, children: int, latents: tuple[int, int]) -> str:
-    """A cell's name.
+    """Return the name of a cell of the table.
 
     >>> cell(20, 2, (10, 20))
     '20 classes, 2 children, (10, 20)'
@@ -101,27 +104,28 @@ def cell(classes: int, children: int, latents: tuple[int, int]) -> str:
     return f"{classes} classes, {children} children, ({latents[0]}, {latents[1]})"
 
 
-def _trees(config: Config, context: Context, classes: int, children: int) -> list[Combinations]:
-    """One draw of trees, a tree a seed, for each (N0, N1)."""
-    law = CombinationTree(classes, children, vocabulary=config.vocabulary, length=config.length)
-    return [replace(law, latents=latents).draw(context.generators("trees")) for latents in config.latents]
+def draw_trees(config: Config, context: Context, classes: int, children: int) -> list[Combinations]:
+    """Draw the trees of all seeds for each (N0, N1)."""
+    tree = CombinationTree(classes, children, vocabulary=config.vocabulary, length=config.length)
+    return [replace(tree, latents=latents).draw(context.generators("trees")) for latents in config.latents]
 
 
-def _collapsed(trees: list[Combinations]) -> Collapsed:
-    """The sequences of all trees one after the other, leading pads merged, of one length."""
-    parts = [tree.collapsed(fill=True) for tree in trees]
-    width, length = max(part.sequence.shape[-1] for part in parts), trees[0].sequence.shape[-1]
+def merge_pads(trees: list[Combinations]) -> Collapsed:
+    """Concatenate the sequences of all trees, their leading pads merged so that all have one length."""
+    width = max(tree.collapsed(fill=True).sequence.shape[-1] for tree in trees)
     if width > 16:
-        width = 8 * -(-width // 8)  # what matrix units like; positions before the first do not exist
-    whole_sequence = torch.cat([tree.sequence for tree in trees])
-    sequence = F.pad(whole_sequence, (max(0, width - length), 0), value=trees[0].padding)[..., -width:]
+        width = 8 * -(-width // 8)  # matrix units like multiples of 8
+    full = torch.cat([tree.sequence for tree in trees])
+    added, merged = max(0, width - full.shape[-1]), max(0, full.shape[-1] - width)
+    sequence = F.pad(full, (added, 0), value=trees[0].padding)[..., -width:]
     multiplicity = torch.ones(width, dtype=torch.long)
-    multiplicity[: max(0, width - length)] = 0
-    multiplicity[0] += max(0, length - width)
+    multiplicity[:added] = 0  # added positions stand for nothing
+    multiplicity[0] += merged
     return Collapsed(sequence, multiplicity.expand_as(sequence))
 
 
-def _decoder(config: Config, arm: str, classes: int) -> DecoderConfig:
+def decoder_config(config: Config, arm: str, classes: int) -> DecoderConfig:
+    """Return the config of the decoder that one arm trains."""
     return DecoderConfig(
         vocabulary=config.vocabulary,
         width=config.width,
@@ -135,112 +139,116 @@ def _decoder(config: Config, arm: str, classes: int) -> DecoderConfig:
     )
 
 
-def _trained(config: Config, context: Context, arm: str, classes: int, children: int) -> xr.Dataset:
-    """Train all (N0, N1) and seeds of one (classes, children) as one model, and measure its alignment on the way."""
-    trees, device, steps = _trees(config, context, classes, children), context.device, whole("steps", config.steps)
-    arms = Arms("cell", [cell(classes, children, latents) for latents in config.latents])
-    data = _collapsed(trees)
-    sequence, multiplicity = data.sequence.to(device), data.multiplicity[0].to(device)
-    model = Decoder(_decoder(config, arm, classes), generators=context.generators("weights", arms))
-    draws = context.generators("minibatches", arms)
-    counts = minibatch_counts(classes, batch=config.batch, steps=steps + 1, generators=draws).to(device)
-    share, label = counts.to(torch.float32) / config.batch, torch.arange(classes, device=device)[:, None]
+def train_cells(config: Config, context: Context, arm: str, classes: int, children: int) -> xr.Dataset:
+    """Train all (N0, N1) and seeds of one (classes, children) as one model, and record its alignment on the way."""
+    trees, steps = draw_trees(config, context, classes, children), whole("steps", config.steps)
+    cells = Arms("cell", [cell(classes, children, latents) for latents in config.latents])
+    data = merge_pads(trees)
+    sequence, multiplicity = data.sequence.to(context.device), data.multiplicity[0].to(context.device)
+    model = Decoder(decoder_config(config, arm, classes), generators=context.generators("weights", cells))
+    streams = context.generators("minibatches", cells)
+    counts = minibatch_counts(classes, batch=config.batch, steps=steps + 1, generators=streams).to(context.device)
+    share, label = counts.to(torch.float32) / config.batch, torch.arange(classes, device=context.device)[:, None]
 
     def loss(model: Decoder, step: Tensor) -> Tensor:
         """The loss of a minibatch: each class has one sequence, weighted by how often it was drawn."""
-        own = model.surprisal(sequence, label, last=1, multiplicity=multiplicity)[:, :, 0]
-        return (share.index_select(0, step.view(1))[0] * own).sum(dim=-1)
+        surprisal = model.surprisal(sequence, label, last=1, multiplicity=multiplicity)[:, :, 0]
+        return (share.index_select(0, step.view(1))[0] * surprisal).sum(dim=-1)
 
-    found = context.fit(
+    trajectory = context.fit(
         model,
         loss,
         optimiser=Optimiser("adam", config.rate, weight_decay=config.weight_decay),
         steps=steps,
         record=Record(
-            partial(_measured, sequence=sequence, multiplicity=multiplicity, trees=trees),
+            partial(_measure, sequence=sequence, multiplicity=multiplicity, trees=trees),
             at=schedule.logarithmic(config.records, steps),
             dims={"alignment": ("latent_layer", "layer")},
             gradients=False,
         ),
         compute=Compute(config.precision, compiled=config.compiled, dynamic=True),
-        arms=arms,
-        label=f"alignment, {ARM_NAMES[arm]}, {classes} classes, {children} children",
+        arms=cells,
+        label=f"alignment, {ARM_LABELS[arm]}, {classes} classes, {children} children",
     )
     caps = torch.stack([tree.accuracy_cap for tree in trees])
-    kept = found[["loss", "accuracy", "alignment", "diverged"]]
-    return kept.expand_dims(arm=[arm]).assign(accuracy_cap=(("cell", "seed"), caps.numpy()))
+    trajectory = trajectory[["loss", "accuracy", "alignment", "diverged"]].expand_dims(arm=[arm])
+    return trajectory.assign(accuracy_cap=(("cell", "seed"), caps.numpy()))
 
 
-def _measured(
-    model: Decoder, step: int, *, sequence: Tensor, multiplicity: Tensor, trees: list[Combinations]
+def _measure(
+    model: Decoder, _: int, *, sequence: Tensor, multiplicity: Tensor, trees: list[Combinations]
 ) -> dict[str, Tensor]:
-    """Alignment of each latent layer with each layer's hidden units, and accuracy, [tree and seed, ...]."""
-    del step
+    """Return the alignment of each latent layer with each layer's hidden units, and the accuracy, [model, ...].
+
+    The models are those of all seeds for the first tree, then those for the second, and so on.
+    """
     with torch.no_grad():
         hidden = model.activations(sequence, ("hidden",), multiplicity=multiplicity)["hidden"]
         logits = model(sequence, last=1, multiplicity=multiplicity)[:, :, 0]
-        right = logits.argmax(dim=-1) == torch.arange(logits.shape[1], device=logits.device)
-        parts = [layer.chunk(len(trees)) for layer in hidden]
-        rows = [
-            torch.stack([_aligned(tree, part) for part in layers], dim=-1)
-            for tree, layers in zip(trees, zip(*parts, strict=True), strict=True)
+        correct = logits.argmax(dim=-1) == torch.arange(logits.shape[1], device=logits.device)
+        hidden_by_tree = zip(*(layer.chunk(len(trees)) for layer in hidden), strict=True)
+        alignments = [
+            torch.stack([_alignment(tree, layer) for layer in layers], dim=-1)
+            for tree, layers in zip(trees, hidden_by_tree, strict=True)
         ]
-    return {"alignment": torch.cat(rows), "accuracy": right.double().mean(dim=-1)}
+    return {"alignment": torch.cat(alignments), "accuracy": correct.double().mean(dim=-1)}
 
 
-def _aligned(tree: Combinations, hidden: Tensor) -> Tensor:
-    """Mean alignment of each latent layer with one layer's hidden units, [seed, latent layer]."""
-    reached = [table.to(hidden.device) for table in tree.reached]
-    return torch.stack([mean_alignment(latent_alignment(table, hidden)) for table in reached], dim=-1)
+def _alignment(tree: Combinations, hidden: Tensor) -> Tensor:
+    """Return the mean alignment of each latent layer with the hidden units of one layer, [seed, latent layer]."""
+    latents = [table.to(hidden.device) for table in tree.reached]
+    return torch.stack([mean_alignment(latent_alignment(table, hidden)) for table in latents], dim=-1)
 
 
-def _chance(config: Config, context: Context) -> xr.DataArray:
-    """What units of pure chance would reach: as many Gaussian ones as there are hidden units, [cell, seed, s]."""
+def _chance_alignment(config: Config, context: Context) -> xr.DataArray:
+    """Return the alignment of Gaussian noise, as many units as there are hidden ones, [cell, seed, latent layer]."""
     values, names = [], []
     for classes, children in product(config.classes, config.children):
-        for latents, tree in zip(config.latents, _trees(config, context, classes, children), strict=True):
-            drawn = [torch.randn(classes, config.hidden, generator=one) for one in context.generators("chance")]
-            values.append(_aligned(tree, torch.stack(drawn)))
+        for latents, tree in zip(config.latents, draw_trees(config, context, classes, children), strict=True):
+            streams = context.generators("chance")
+            noise = [torch.randn(classes, config.hidden, generator=stream) for stream in streams]
+            values.append(_alignment(tree, torch.stack(noise)))
             names.append(cell(classes, children, latents))
     coords = {"cell": names, "seed": list(context.seeds)}
     return xr.DataArray(torch.stack(values).numpy(), coords, ("cell", "seed", "latent_layer"))
 
 
-def at_end(run: xr.Dataset, arm: str, name: str, layer: int) -> xr.DataArray:
-    """Alignment of latent layer s with the hidden units of layer s after training, per seed."""
+def final_alignment(run: xr.Dataset, arm: str, name: str, layer: int) -> xr.DataArray:
+    """Alignment of latent layer s with the hidden units of layer s after training, in the cell `name`, per seed."""
     return select(run.alignment.isel(step=-1, latent_layer=layer, layer=layer), arm=arm, cell=name)
 
 
-def gain(run: xr.Dataset, over: str, layer: int) -> xr.DataArray:
-    """How much the network as it is adds to the alignment over a control, mean over the cells that have both, per seed.
+def gain_over_control(run: xr.Dataset, control: str, layer: int) -> xr.DataArray:
+    """Alignment after training less that of a control, averaged over the cells that have both, per seed.
 
-    A seed that was lost in one of them is NaN.
+    A seed that diverged in any of these is NaN.
     """
-    end = run.alignment.isel(step=-1, latent_layer=layer, layer=layer, cell=_cells(run, over))
+    end = run.alignment.isel(step=-1, latent_layer=layer, layer=layer, cell=_trained_cells(run, control))
     if not end.sizes["cell"]:
-        raise NotInRun(over)
-    return (end.sel(arm="trained") - end.sel(arm=over)).mean("cell", skipna=False)
+        raise NotInRun(control)
+    return (end.sel(arm="trained") - end.sel(arm=control)).mean("cell", skipna=False)
 
 
-def _cells(run: xr.Dataset, arm: str) -> np.ndarray:
-    """In which cells an arm was trained."""
+def _trained_cells(run: xr.Dataset, arm: str) -> np.ndarray:
+    """Return for each cell whether an arm was trained there."""
     if arm not in run.arm.values:
         return np.zeros(run.sizes["cell"], dtype=bool)
     return run.diverged.sel(arm=arm).notnull().all("seed").values
 
 
-def learned(run: xr.Dataset, layer: int) -> xr.DataArray:
-    """How much training adds to the alignment of the untrained network, mean over cells, per seed."""
-    own = run.alignment.isel(latent_layer=layer, layer=layer).sel(arm="trained")
-    return (own.isel(step=-1) - own.isel(step=0)).mean("cell", skipna=False)
+def gain_over_start(run: xr.Dataset, layer: int) -> xr.DataArray:
+    """Alignment after training less that of the untrained network, averaged over cells, per seed."""
+    alignment = run.alignment.isel(latent_layer=layer, layer=layer).sel(arm="trained")
+    return (alignment.isel(step=-1) - alignment.isel(step=0)).mean("cell", skipna=False)
 
 
-def _table() -> tuple[Claim, ...]:
+def table_claims() -> tuple[Claim, ...]:
+    """Return a claim for each cell of Table 1 and each layer of latents."""
     return tuple(
         Claim(
             f"table-{classes}-{children}-{latents[0]}-{latents[1]}-s{layer}",
             f"Table 1, {cell(classes, children, latents)}: alignment of the latents s = {layer} after training.",
-            partial(at_end, arm="trained", name=cell(classes, children, latents), layer=layer),
+            partial(final_alignment, arm="trained", name=cell(classes, children, latents), layer=layer),
             between(*PUBLISHED[layer]),
             across="mean",
             presets=("paper",),
@@ -250,12 +258,12 @@ def _table() -> tuple[Claim, ...]:
 
 
 CLAIMS = (
-    *_table(),
+    *table_claims(),
     *(
         Claim(
             f"learned-s{layer}",
             f"Training aligns hidden units with the latents s = {layer}: gain over the untrained network, all cells.",
-            partial(learned, layer=layer),
+            partial(gain_over_start, layer=layer),
             above(0.0),
         )
         for layer in (0, 1)
@@ -264,8 +272,8 @@ CLAIMS = (
         Claim(
             f"{arm}-s{layer}",
             f"{'The activation' if arm == 'linear' else 'Training attention'} matters: alignment of s = {layer}, gain "
-            f"over {ARM_NAMES[arm]}.",
-            partial(gain, over=arm, layer=layer),
+            f"over {ARM_LABELS[arm]}.",
+            partial(gain_over_control, control=arm, layer=layer),
             above(0.0),
             across="mean",
         )
@@ -275,38 +283,37 @@ CLAIMS = (
 
 
 def draw_table(run: xr.Dataset) -> Figure:
-    """Draw every cell's alignment: trained, its controls, untrained and chance, over the published range."""
+    """Draw the alignment in every cell: trained, controls, untrained and chance, with the published range in grey."""
     figure, axes = canvas(1, 2, width=5.4, height=0.9 + 0.55 * run.sizes["cell"], sharey=True)
     end = run.alignment.isel(step=-1)
     start = run.alignment.isel(step=0).sel(arm="trained")
-    places = np.arange(run.sizes["cell"])
+    rows = np.arange(run.sizes["cell"])
     for layer, panel in enumerate(axes[0]):
         panel.axvspan(*PUBLISHED[layer], color="0.9", label="published range")
-        rows = {ARM_NAMES[arm]: end.isel(latent_layer=layer, layer=layer).sel(arm=arm) for arm in run.arm.values}
-        rows |= {"untrained": start.isel(latent_layer=layer, layer=layer), "Gaussian units": run.chance[..., layer]}
-        for index, (name, values) in enumerate(rows.items()):
+        series = {ARM_LABELS[arm]: end.isel(latent_layer=layer, layer=layer).sel(arm=arm) for arm in run.arm.values}
+        series |= {"untrained": start.isel(latent_layer=layer, layer=layer), "Gaussian units": run.chance[..., layer]}
+        for index, (name, values) in enumerate(series.items()):
             mean, spread = bars(values)
-            offset = 0.12 * (index - (len(rows) - 1) / 2)
-            panel.errorbar(mean, places + offset, xerr=spread, label=name, capsize=2, **marker(index % len(MARKERS)))
+            offset = 0.12 * (index - (len(series) - 1) / 2)
+            panel.errorbar(mean, rows + offset, xerr=spread, label=name, capsize=2, **marker(index % len(MARKERS)))
         panel.set(xlabel="alignment", title=f"Latents s = {layer}, hidden units of layer {layer}", xlim=(0.2, 1.05))
-        panel.set_yticks(places, run.cell.values)
-    axes[0, 0].invert_yaxis()  # the other panel shares it
+        panel.set_yticks(rows, run.cell.values)
+    axes[0, 0].invert_yaxis()  # the other panel shares this axis
     axes[0, 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     letters(axes)
     return figure
 
 
 def draw_training(run: xr.Dataset) -> Figure:
-    """Draw alignment and accuracy over training in the first cell, for every arm trained there."""
+    """Draw alignment and accuracy over training in the first cell, for every arm that was trained there."""
     figure, axes = canvas(1, 3, width=3.3, height=2.8)
     first = run.isel(cell=0)
-    for index, arm in enumerate(arm for arm in run.arm.values if _cells(run, arm)[0]):
-        one = first.sel(arm=arm)
+    for index, arm in enumerate(arm for arm in run.arm.values if _trained_cells(run, arm)[0]):
+        trajectory = first.sel(arm=arm)
         for layer in (0, 1):
-            band(
-                axes[0, layer], run.step + 1, one.alignment.isel(latent_layer=layer, layer=layer), index, ARM_NAMES[arm]
-            )
-        band(axes[0, 2], run.step + 1, one.accuracy, index)
+            alignment = trajectory.alignment.isel(latent_layer=layer, layer=layer)
+            band(axes[0, layer], run.step + 1, alignment, index, ARM_LABELS[arm])
+        band(axes[0, 2], run.step + 1, trajectory.accuracy, index)
     for layer in (0, 1):
         axes[0, layer].set(xlabel="step + 1", ylabel="alignment", xscale="log", title=f"Latents s = {layer}")
     axes[0, 2].axhline(

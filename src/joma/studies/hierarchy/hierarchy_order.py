@@ -101,7 +101,7 @@ def _train(config: Config, context: Context, tree: HBLT, layers: int, *, label: 
 
 def order_claims(layers: int) -> tuple[Claim, ...]:
     """Return the claims on the order in which pairs gain attention, for a decoder of `layers` layers."""
-    depth = "one layer" if layers == 1 else f"{layers} layers"
+    depth = _depth(layers)
     return (
         Claim(
             f"order-{layers}",
@@ -125,6 +125,13 @@ def order_claims(layers: int) -> tuple[Claim, ...]:
             at_least(0.5),
             across="mean",
         ),
+    )
+
+
+def height_claims(layers: int) -> tuple[Claim, ...]:
+    """Return the claims on what pairs of different heights gain, for a decoder of `layers` layers."""
+    depth = _depth(layers)
+    return (
         Claim(
             f"bottom-up-{layers}",
             f"Theorem 5, {depth}: siblings' odds double before cousins', and cousins' before all others': least delay, "
@@ -149,9 +156,15 @@ def order_claims(layers: int) -> tuple[Claim, ...]:
     )
 
 
+def _depth(layers: int) -> str:
+    return "one layer" if layers == 1 else f"{layers} layers"
+
+
 CLAIMS = (
     *order_claims(1),
+    *height_claims(1),
     *order_claims(LAYERS),
+    *height_claims(LAYERS),
     Claim(
         "same-tokens",
         "The deep tree and the shallow ones agree in how often each token occurs: largest difference.",
