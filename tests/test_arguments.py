@@ -1,9 +1,11 @@
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from joma.arguments import InputError, broadcast, choice, probabilities, real, whole
+from joma.arguments import InputError, StateError, broadcast, choice, probabilities, real, whole
 
 
 @pytest.mark.parametrize(
@@ -63,3 +65,18 @@ def test_broadcast_agrees_with_numpy(shape):
 def test_broadcast_names_all_shapes():
     with pytest.raises(InputError, match=r"mu \(2,\), v0 \(3,\)"):
         broadcast(mu=np.zeros(2), v0=np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        InputError("p0", "to 1", 1.1, "divide it by its sum", must="sum"),
+        InputError("loss", "a function", lambda: None, "give one"),
+        StateError("block", "needs a forward pass first", "call it"),
+    ],
+)
+def test_errors_reach_other_processes_with_their_parts(problem):
+    copy = pickle.loads(pickle.dumps(problem))
+    assert type(copy) is type(problem)
+    assert str(copy) == str(problem)
+    assert copy.remedy == problem.remedy

@@ -25,6 +25,7 @@ class InputError(ValueError):
         expected: what it must be, as it follows "must be" in the message.
         got: what was given instead.
         remedy: what to do, without a full stop.
+        must: the verb, "be" unless given.
         problem: the message without the remedy.
 
     >>> problem = InputError("p0", "to 1", 1.1, "divide it by its sum", must="sum")
@@ -37,7 +38,11 @@ class InputError(ValueError):
     def __init__(self, name: str, expected: str, got: object, remedy: str, *, must: str = "be") -> None:
         self.problem = f"`{name}` must {must} {expected}, got {got}"
         super().__init__(f"{self.problem}; {remedy}.")
-        self.name, self.expected, self.got, self.remedy = name, expected, got, remedy
+        self.name, self.expected, self.got, self.remedy, self.must = name, expected, got, remedy, must
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild the error from its parts in another process; what was given may not survive, its text does."""
+        return functools.partial(type(self), must=self.must), (self.name, self.expected, str(self.got), self.remedy)
 
 
 class StateError(RuntimeError):
@@ -55,6 +60,10 @@ class StateError(RuntimeError):
     def __init__(self, subject: str, required: str, remedy: str) -> None:
         super().__init__(f"`{subject}` {required}; {remedy}.")
         self.subject, self.required, self.remedy = subject, required, remedy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild the error from its parts in another process."""
+        return type(self), (self.subject, self.required, self.remedy)
 
 
 def short_reason(error: Exception) -> str:

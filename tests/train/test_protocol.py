@@ -1,0 +1,29 @@
+"""Which models the loop may compile, and which of their weights it may halve."""
+
+import torch
+from torch import nn
+
+from joma.models import Block, BlockConfig, Decoder, DecoderConfig, FrozenAttentionDecoder
+from joma.train import CompiledModel
+
+
+def generators():
+    return [torch.Generator().manual_seed(0)]
+
+
+def test_decoders_offer_their_layers_and_a_block_offers_nothing():
+    config = DecoderConfig(vocabulary=5, width=8, layers=2)
+    assert isinstance(Decoder(config, generators=generators()), CompiledModel)
+    frozen = FrozenAttentionDecoder(config, generators=generators(), freeze_steps=torch.tensor([3]))
+    assert isinstance(frozen, CompiledModel)
+    assert not isinstance(Block(BlockConfig(tokens=3, hidden=2), generators=generators()), CompiledModel)
+    assert not isinstance(nn.Linear(2, 2), CompiledModel)
+
+
+def test_product_weights_are_parameters_of_the_model_under_their_names():
+    model = Decoder(DecoderConfig(vocabulary=5, width=8, layers=2), generators=generators())
+    parameters = dict(model.named_parameters())
+    weights = model.product_weights()
+    assert len(weights) == 2 * 6  # W_Q, W_K, W_V, W_O and the two matrices of the MLP in each layer
+    assert all(getattr(module, attribute) is parameters[name] for name, (module, attribute) in weights.items())
+    assert "head.weight" not in weights
