@@ -1,4 +1,4 @@
-"""The study of Theorem 5: its verdicts, that each claim can fail, and that drawing only draws."""
+"""The study of Theorem 5: its verdicts, that each claim can fail, and what is drawn without computing again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from drawn import legend, series, title
 from joma.arguments import InputError
 from joma.data.trees import HBLT
 from joma.studies.theorems import cooccurrence as study
@@ -27,9 +28,9 @@ def verdicts(run: xr.Dataset) -> dict[str, str]:
 
 
 def test_every_claim_is_decided_and_only_the_unconditional_limit_fails(run):
-    found = verdicts(run)
-    assert found.pop("slides-any") == "does not hold"
-    assert set(found.values()) == {"holds"}
+    others = verdicts(run)
+    assert others.pop("slides-any") == "does not hold"
+    assert set(others.values()) == {"holds"}
 
 
 def test_the_unconditional_limit_fails_by_the_distance_between_the_limits(run):
@@ -66,8 +67,8 @@ def test_followed_tokens_companions_are_the_theorems_values(run):
     # ρ = 0.9, L = 4, one class in effect: the branches are independent, so the root-joined value is P[l] itself.
     k, rare, common = 0.9**3, 0.9, -0.9
     expected = [(1 + 0.9 ** (2 * h) - 2 * k * rare) / (2 * (1 - k * rare)) for h in (1, 2, 3)] + [(1 - k * common) / 2]
-    found = study.companions(run, run.compared.sel(bias="unequal"))
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    predicted = study.companions(run, run.compared.sel(bias="unequal"))
+    np.testing.assert_allclose(predicted, expected, rtol=1e-12)
     assert study.reversal(run).mean() == pytest.approx(expected[3] - expected[0], abs=0.02)
 
 
@@ -82,11 +83,11 @@ def test_pooling_is_counting_all_seeds_together(run):
     hits = (run.frequency * run.occurrences).sum("seed").values
     trials = run.occurrences.sum("seed").values[:, None, :]
     chance = run.closed.values
-    apart = ~np.eye(8, dtype=bool)
-    z = ((hits - trials * chance)[:, apart]) / np.sqrt((trials * chance * (1 - chance))[:, apart])
-    found = study.scores(run, pooled=True)
-    np.testing.assert_allclose(np.sort(found.values.ravel()), np.sort(z.ravel()), rtol=1e-9)
-    assert found.shape == (1, 7 * 8 * 7)
+    different = ~np.eye(8, dtype=bool)
+    z = ((hits - trials * chance)[:, different]) / np.sqrt((trials * chance * (1 - chance))[:, different])
+    pooled = study.scores(run, pooled=True)
+    np.testing.assert_allclose(np.sort(pooled.values.ravel()), np.sort(z.ravel()), rtol=1e-9)
+    assert pooled.shape == (1, 7 * 8 * 7)
 
 
 def test_a_seed_does_not_depend_on_its_neighbours(run):
@@ -94,21 +95,54 @@ def test_a_seed_does_not_depend_on_its_neighbours(run):
     xr.testing.assert_identical(alone.isel(seed=0), run.sel(seed=2))
 
 
-def test_drawing_only_draws(run, monkeypatch):
+@pytest.fixture
+def panels(run, monkeypatch):
+    """Draw a figure by name and return its panels; it may not sample or compute a closed form."""
+
     def refuse(*_args, **_options):
         raise AssertionError("recomputed")
 
     monkeypatch.setattr(HBLT, "sample", refuse)
     for name in ("cooccurrence", "cooccurrence_matrix", "enumerate_cooccurrence", "cooccurrence_limit"):
         monkeypatch.setattr(hierarchy, name, refuse)
-    for drawing in study.STUDY.figures.values():
-        panels = [axes for axes in drawing.draw(run).axes if axes.get_label() != "<colorbar>"]
-        assert all(axes.get_xlabel() and axes.get_ylabel() for axes in panels)
-        assert sum(bool(axes.get_legend()) for axes in panels) >= 1
+    return lambda name: [axes for axes in study.STUDY.figures[name].draw(run).axes if axes.get_label() != "<colorbar>"]
+
+
+def test_agreement_is_drawn_by_height_tree_and_quantile(run, panels):
+    heights, trees, quantiles = panels("agreement")
+    assert legend(heights) == ["height 1", "height 2", "height 3", "the root"]
+    siblings = run.frequency.where(run.common_height == 1).mean(study.PAIR)
+    np.testing.assert_allclose(series(heights)["height 1"][:, 1], siblings.mean("seed"))
+    assert legend(trees) == ["asked for", "a random tree"]
+    assert trees.get_yscale() == "log"
+    assert len(series(trees)["a random tree"]) == SMALL.trees * run.sizes["seed"]
+    np.testing.assert_array_equal(series(quantiles)["normal distribution"], [[-3, -3], [3, 3]])
+    assert abs(series(quantiles)["pairs"][5:-5] @ [1, -1]).max() < 0.5  # chance alone: on the diagonal
+
+
+def test_limits_are_drawn_over_the_gap_and_over_c(panels):
+    approach, limits = panels("limits")
+    assert legend(approach) == ["c = 0", "c = 1", "c = 4"]
+    assert approach.get_xscale() == "log"
+    assert title(approach) == "(a)  Height 2, depth 4"
+    assert legend(limits) == ["height 1", "height 2", "height 3"]
+    at_c_1 = {label: points[points[:, 0] == 1.0, 1].item() for label, points in series(limits).items()}
+    assert list(at_c_1.values()) == pytest.approx([3 / 4, 2 / 4, 1 / 4], abs=1e-6)  # 1 − H/L
+
+
+def test_order_is_drawn_as_two_matrices_and_the_companions_of_one_token(run, panels):
+    closed, sampled, companions = panels("order")
+    np.testing.assert_array_equal(closed.images[0].get_array(), run.compared.sel(bias="equal"))
+    np.testing.assert_array_equal(sampled.images[0].get_array(), run.compared_frequency.sel(bias="equal").isel(seed=0))
+    assert closed.images[0].get_clim() == sampled.images[0].get_clim() == (0, 1)
+    assert legend(companions) == ["equal $ρ_0$", "unequal $ρ_0$"]
+    equal, unequal = (series(companions)[f"{bias} $ρ_0$"][:, 1] for bias in study.BIASES)
+    assert (np.diff(equal) < 0).all()
+    assert unequal[-1] - unequal[0] == pytest.approx(float(study.reversal(run).mean()))
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("change", "name"),
     [
         ({"samples": 10}, "`samples`"),
         ({"trees": 0}, "`trees`"),
@@ -120,6 +154,6 @@ def test_drawing_only_draws(run, monkeypatch):
         ({"gaps": (0.0,)}, "`gaps`"),
     ],
 )
-def test_bad_settings_are_named(change, word):
-    with pytest.raises(InputError, match=word):
+def test_a_bad_config_is_refused_by_name(change, name):
+    with pytest.raises(InputError, match=name):
         study.run(replace(SMALL, **change), Context((0,)))
