@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import Row
-from benchmarks.training import synchronised
+from benchmarks.timing import synchronised
 from joma import noise
 from joma.models.transformer import Decoder
 from joma.studies.text import entropy_text

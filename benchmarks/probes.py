@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks import Row
 from benchmarks.memory import forget_peak, resident
-from benchmarks.training import synchronised
+from benchmarks.timing import synchronised
 from joma.kernels.entropy_choice import IMPLEMENTATIONS, PRECISIONS, entropy_rows
 from joma.kernels.entropy_scores import Scores
 from joma.probes.entropy import attention_entropy

@@ -19,6 +19,7 @@ import xarray as xr
 from torch import Tensor
 
 from benchmarks import Row
+from benchmarks.timing import synchronised
 from joma.models.transformer import Decoder
 from joma.report.figure import canvas, save, style, theory
 from joma.studies.hierarchy.alignment import (
@@ -36,13 +37,6 @@ from joma.train import Compute, Optimiser, Record, fit
 SMALL = Config(classes=(20,), children=(2,), latents=((10, 20),), controls=())
 EAGER = Compute("high", compiled=False)
 OUT = Path("runs/benchmarks")
-
-
-def synchronised() -> float:
-    """Return the time in seconds, once the device has finished all its work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def seconds_per_step(train: Callable[[int], object], steps: int) -> float:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import Row
-from benchmarks.timing import time_ratio
-from benchmarks.training import synchronised
+from benchmarks.timing import synchronised, time_ratio
 from joma.watch import Recorder, attention
 from joma.watch.hf import EntropyCallback
 

@@ -1,1 +1,1 @@
-"""Latent hierarchies: what hidden units represent, and in which order it is learned."""
+"""Studies of what is learned and in which order: latents of a hierarchy, and distinct tokens before common ones."""
