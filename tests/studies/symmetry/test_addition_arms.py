@@ -44,3 +44,8 @@ def test_groups_contain_every_arm_once_and_can_train_as_one_model(names, max_siz
     assert all(len(group) <= max_size and len({arm.kind for arm in group.values()}) == 1 for group in groups)
     kinds = [(arm.positions == "rotary", arm.mask) for arm in arms.values()]
     assert len(groups) == sum(math.ceil(kinds.count(kind) / max_size) for kind in set(kinds))
+
+
+def test_groups_of_a_kind_differ_in_size_by_at_most_1():
+    single = {name: arm for name, arm in all_arms(6).items() if arm.residual is not None}
+    assert [len(group) for group in group_arms(single, 6)] == [6, 5, 5, 5]

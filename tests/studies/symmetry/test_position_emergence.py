@@ -22,8 +22,8 @@ from joma.studies.symmetry.position_emergence import (
     adjacency_above_null,
     draw_adjacency,
     draw_decodability,
-    readout_gain,
     run,
+    standardised_readout_gain,
     trained_readouts,
     untrained_readouts,
     validation_windows,
@@ -158,7 +158,7 @@ def test_only_the_widest_untrained_model_with_weights_of_gpt_2_is_judged():
 
 def test_the_readout_gain_is_in_standard_errors():
     run = ideal_run(embedding=0.1, readout=0.15)
-    np.testing.assert_allclose(readout_gain(untrained_readouts(run, "text")), 0.05 / (0.01 * 2**0.5))
+    np.testing.assert_allclose(standardised_readout_gain(untrained_readouts(run, "text")), 0.05 / (0.01 * 2**0.5))
 
 
 def test_widths_are_sorted_and_repetitions_are_ignored(trajectory):
@@ -240,6 +240,6 @@ def test_a_config_that_cannot_be_run_is_refused_by_field(change, named):
         run(replace(SMALL, **change), Context((0,)))
 
 
-def test_the_study_is_registered_and_has_no_field_that_it_does_not_use():
+def test_the_quick_preset_needs_no_download():
     assert load("position-emergence") is STUDY
-    assert not hasattr(STUDY.presets["quick"].config, "every")  # which is the interval of addition's records
+    assert STUDY.presets["quick"].config.corpus == "python-reference"

@@ -1,1 +1,1 @@
-"""Symmetry between positions: what breaks it."""
+"""Studies of what breaks the symmetry between positions."""

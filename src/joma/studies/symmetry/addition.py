@@ -1,4 +1,4 @@
-"""Breaking Symmetry on a task: addition, which cannot be done without order, by who tells the model the order."""
+"""Breaking Symmetry on a task that needs order: addition, by positional encoding, mask and residual connections."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MIN_OWN_SHARE = 0.9  # of locations that must be most similar to themselves; our
 
 @dataclass(frozen=True)
 class Config(AdditionSetting):
-    """The setting, the arms, and what is measured on how many pairs."""
+    """The setting, the arms, when to record, and the number of pairs for each measure."""
 
     every: int = 250
     """Steps from one record to the next; a few more records come before the first of these."""
@@ -66,9 +66,9 @@ class Config(AdditionSetting):
     asked: int = 10_000
     """Test pairs on which exact match is measured at the end."""
     glance: int = 2_000
-    """How many of these exact match is measured on before the end."""
+    """Number of these on which exact match is measured before the end."""
     probed: int = 256
-    """How many of these are used to probe hidden states."""
+    """Number of these whose hidden states are probed."""
     together: int = 60
     """Models, arms times seeds, that train as one; at the sizes above, half a GiB of GPU memory each."""
 

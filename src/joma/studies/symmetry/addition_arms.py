@@ -61,7 +61,7 @@ def select_arms(names: Iterable[str] | None, layers: int) -> dict[str, Arm]:
 
 
 def group_arms(arms: Mapping[str, Arm], max_size: int) -> Iterator[dict[str, Arm]]:
-    """Yield groups of at most `max_size` arms of one kind, which can train as one model; their sizes are even.
+    """Yield groups of at most `max_size` arms of one kind, which can train as one model; sizes differ by at most 1.
 
     >>> arms = select_arms(["none full", "none causal", "mlp 0", "mlp all"], layers=1)
     >>> [list(group) for group in group_arms(arms, 2)]

@@ -72,7 +72,7 @@ def check_setting(setting: AdditionSetting) -> None:
     unordered = count * (count + 1) // 2
     if not FOLDS <= round(scalar("held", setting.held, low=0.0, high=1.0) * unordered) < unordered:
         expected = f"a share that holds out at least {FOLDS} of {unordered} pairs, and not all"
-        raise InputError("held", expected, setting.held, "change it")
+        raise InputError("held", expected, setting.held, "give a share nearer to a half")
     for name in ("batch", "steps", "warm_up"):
         whole(name, getattr(setting, name))
     for name in ("rate", "weight_decay"):

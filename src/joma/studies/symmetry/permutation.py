@@ -1,4 +1,4 @@
-"""Breaking Symmetry, the theorem as a table: which parts of a Transformer let a prediction depend on order at all."""
+"""Breaking Symmetry as a table: which parts of a Transformer let a prediction depend on the order of the tokens."""
 
 from __future__ import annotations
 

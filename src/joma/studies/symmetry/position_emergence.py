@@ -1,4 +1,4 @@
-"""Where and when does a causal model without positional encoding come to know positions?"""
+"""Where and when a causal model without positional encoding comes to know positions, on addition and on text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Config(AdditionSetting):
     probed: int = 256
     """Sequences whose hidden states are probed."""
     compared: int = 64
-    """How many of these adjacency is measured on."""
+    """Number of these on which adjacency is measured."""
     nulls: int = 50
     """Random orders of the positions that adjacency is compared with."""
     widths: tuple[int, ...] = (48, 96, 192, 384)
@@ -92,7 +92,7 @@ def check_config(config: Config) -> None:
         raise InputError("widths", "at least one number", "none", "name the widths of models with random weights")
     for width in config.widths:
         if whole("widths", width) % config.heads:
-            raise InputError("widths", f"multiples of the {config.heads} heads", width, "change one of them")
+            raise InputError("widths", f"multiples of the {config.heads} heads", width, "change `widths` or `heads`")
 
 
 def _read_text(config: Config, context: Context) -> language_training.TextColumns:
@@ -201,7 +201,7 @@ def probe_untrained(
     return xr.Dataset(variables, coords={**coordinates, "seed": list(context.seeds)})
 
 
-def readout_gain(readouts: xr.Dataset) -> xr.DataArray:
+def standardised_readout_gain(readouts: xr.Dataset) -> xr.DataArray:
     """Return by how many standard errors over folds the last layer's readout is better than the embeddings'."""
     low, high = readouts.isel(level=0), readouts.isel(level=-1)
     return (high.decodability - low.decodability) / np.hypot(low.error, high.error)
@@ -247,14 +247,14 @@ CLAIMS = (
         "before any training, the causal mask alone puts positions into hidden states (accuracy of the readout in the "
         "widest model, weights as in GPT-2, the last layer's less the embeddings', in standard errors; that "
         f"{MIN_STANDARD_ERRORS} will do is our choice).",
-        lambda run, task: readout_gain(untrained_readouts(run, task)),
+        lambda run, task: standardised_readout_gain(untrained_readouts(run, task)),
         MIN_STANDARD_ERRORS,
     ),
     *_claim_for_each_task(
         "trained",
         "a trained model's hidden states know positions (accuracy of the readout at the end of training, the last "
         "layer's less the embeddings', in standard errors).",
-        lambda run, task: readout_gain(trained_readouts(run, task)),
+        lambda run, task: standardised_readout_gain(trained_readouts(run, task)),
         MIN_STANDARD_ERRORS,
     ),
     *_claim_for_each_task(
