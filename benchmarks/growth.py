@@ -21,13 +21,13 @@ processor_ratio = partial(time_ratio, repeats=3, clock=time.process_time)
 
 
 def rows() -> Iterator[Row]:
-    """Yield what is measured, what is asked, what is reached, and whether that is enough."""
+    """Yield what is measured, the requirement, the measured value, and whether it meets the requirement."""
     mu = np.random.default_rng(0).uniform(0.5, 3, 100_000)
     ratio = _speed(mu)
     what = "growth.nonlinear, 1e5 x 200: speed per value over LSODA, 1e3 x 200"
     yield what, "≥ 10", f"{ratio:.0f}", ratio >= 10
-    part, often = mu[::4], np.linspace(0, 10, 4 * _TIMES.size)
-    for name, more in (("components", (mu, _TIMES)), ("times", (part, often))):
+    part, more_times = mu[::4], np.linspace(0, 10, 4 * _TIMES.size)
+    for name, more in (("components", (mu, _TIMES)), ("times", (part, more_times))):
         ratio = processor_ratio(partial(growth.nonlinear, *more), partial(growth.nonlinear, part, _TIMES))
         yield f"growth.nonlinear: cost of 4 times as many {name}", "≤ 4.8", f"{ratio:.2f}", ratio <= 4.8
     spare = _memory(mu) / 2**20
@@ -52,7 +52,7 @@ def _speed(mu: np.ndarray) -> float:
 
 
 def _memory(mu: np.ndarray) -> int:
-    """Return the largest number of bytes held at once beside the result."""
+    """Return the peak memory in bytes, without the result."""
     tracemalloc.start()
     result = growth.nonlinear(mu, _TIMES)
     peak = tracemalloc.get_traced_memory()[1]
@@ -61,7 +61,7 @@ def _memory(mu: np.ndarray) -> int:
 
 
 def _linear_error(delta: float, v0: float, share: float) -> float:
-    """Go `share` of the way from v0 to 6.5, or to −6.5: the time is known in closed form."""
+    """Return the error at `share` of the way from v0 to ±6.5, where the time is known in closed form."""
     delta, v0 = float(delta), float(v0)
     v = v0 + share * (np.copysign(6.5, delta) - v0)
     with mp.workdps(40):
@@ -72,7 +72,7 @@ def _linear_error(delta: float, v0: float, share: float) -> float:
 
 
 def _nonlinear_error(mu: float, v0: float, share: float) -> float:
-    """Shrink the gap by up to exp(−40): the time is an integral, here to 40 digits."""
+    """Return the error where the gap has shrunk by up to exp(−40), with the time from a quadrature to 40 digits."""
     with mp.workdps(40):
         centre, start, drop = mp.mpf(float(mu)), mp.mpf(float(v0)), 40 * mp.mpf(float(share)) ** 3
         rest = mp.exp(-(centre**2) / 2)

@@ -17,7 +17,7 @@ SMOOTH = ("linear", "gelu", "silu", "tanh")
 
 
 def rows() -> Iterator[Row]:
-    """Yield (what, asked, reached, met)."""
+    """Yield what is measured, the requirement, the measured value, and whether it meets the requirement."""
     for attention in ("linear", "exp", "softmax"):
         law = "ledger" if attention == "softmax" else "law"
         worst = _worst_flow(attention, SMOOTH, PROBLEMS)
@@ -61,7 +61,7 @@ def _problem(
 
 
 def _worst_flow(attention: str, activations: tuple[str, ...], problems: int) -> float:
-    """Error of the law in units of what the logits moved, the largest over problems and times."""
+    """Return the largest error of the law over problems and times, relative to the change of the logits."""
     rng, worst = np.random.default_rng(SEED), 0.0
     for _ in range(problems):
         flow, w0, z0, bias0 = _problem(rng, attention, activations)
@@ -73,13 +73,13 @@ def _worst_flow(attention: str, activations: tuple[str, ...], problems: int) -> 
 
 
 def _sgd_error(flow: BlockFlow, w: np.ndarray, z: np.ndarray, bias: np.ndarray) -> float:
-    """The same along SGD, whose step is the flow's velocity over a time of 1."""
+    """Return the same error along SGD, whose step is the flow's velocity times 1."""
     v, logits, b_bar, pull = [flow.context.T @ w], [z], [], []
     for _ in range(STEPS):
-        rate = flow.velocity(w, z, bias)
-        w, z, bias = w + rate.w, z + rate.z, bias + rate.bias
-        b_bar.append(rate.b_bar)
-        pull.append(rate.pull)
+        velocity = flow.velocity(w, z, bias)
+        w, z, bias = w + velocity.w, z + velocity.z, bias + velocity.bias
+        b_bar.append(velocity.b_bar)
+        pull.append(velocity.pull)
         v.append(flow.context.T @ w)
         logits.append(z)
     rates = {"rate_w": flow.training.rate_w, "rate_z": flow.training.rate_z}

@@ -1,7 +1,8 @@
-"""Every theorem against an independent solution: what `joma verify` runs.
+"""Check every theorem against an independent solution: what `joma verify` runs.
 
-A check is data: what is said, what it is compared with, how far they may be apart, and the function that measures it.
-Closed forms meet integrated flows, quadrature, enumeration and trained models, none of which shares their code.
+A check is data: a statement, what it is compared with, the allowed error, and the function that measures the error.
+Closed forms are compared with integrated flows, quadrature, enumeration and trained models, which share no code with
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from joma.theory.losses import cross_entropy
 
 @dataclass(frozen=True)
 class Check:
-    """One statement, its independent counterpart and the allowed distance."""
+    """One statement (`said`), the independent solution that it is compared with (`against`), and the allowed error."""
 
     theorem: str
     said: str
@@ -36,7 +37,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """A check's outcome."""
+    """The result of a check, with the measured error."""
 
     theorem: str
     said: str
@@ -47,7 +48,7 @@ class Result:
 
 
 def verify(progress: Progress = SILENT) -> list[Result]:
-    """Run every check; an error that is not a number never holds."""
+    """Run every check and return the results; a check whose error is NaN does not hold."""
     results = []
     with progress.task("verify", total=len(CHECKS)) as work:
         for check in CHECKS:
@@ -60,7 +61,7 @@ def verify(progress: Progress = SILENT) -> list[Result]:
 
 @cache
 def _problem(attention: str, activation: str) -> tuple[BlockFlow, BlockSolution]:
-    """A block with three queries, unequal rates and cross entropy, and its flow."""
+    """Return the flow of a block with three queries, unequal learning rates and cross entropy, and its solution."""
     rng = np.random.default_rng(0)
     x, query = rng.dirichlet(np.ones(6), size=12), np.arange(12) % 3
     temperature = 0.7 if attention == "softmax" else 1.0
@@ -80,14 +81,14 @@ def _conserved(attention: str, activation: str) -> float:
 
 def _ledger() -> float:
     flow, path = _problem("softmax", "gelu")
-    rates = {"kappa": flow.training.kappa, "temperature": flow.temperature, "b_ref": flow.b_ref}
-    predicted = invariants.predict("softmax", path.v, path.v[0], path.z[0], **rates) - path.ledger.total
+    options = {"kappa": flow.training.kappa, "temperature": flow.temperature, "b_ref": flow.b_ref}
+    predicted = invariants.predict("softmax", path.v, path.v[0], path.z[0], **options) - path.ledger.total
     total = path.z.sum(axis=1)
     return float(np.abs(predicted - total).max() / np.abs(total - total[0]).max())
 
 
 def _trained_ledger() -> float:
-    """Train the block in torch by SGD with large steps; the ledger must account for its logits to rounding."""
+    """Train the block in torch by SGD with large steps; prediction minus ledger must give its logits to rounding."""
     import torch
 
     from joma.models.block import Block, BlockConfig
@@ -110,48 +111,48 @@ def _trained_ledger() -> float:
     b_ref = invariants.reference(x.numpy())
     v, z = run.v.values, run.z.values
     rates = {"rate_w": 1.5, "rate_z": 0.7, "temperature": 0.5}
-    book = invariants.ledger(v, run.b.values[:-1], run.pull.values[:-1], b_ref=b_ref, **rates)
-    kept = invariants.predict("softmax", v, v[0], z[0], kappa=0.7 / 1.5, temperature=0.5, b_ref=b_ref)
+    remainder = invariants.ledger(v, run.b.values[:-1], run.pull.values[:-1], b_ref=b_ref, **rates)
+    predicted = invariants.predict("softmax", v, v[0], z[0], kappa=0.7 / 1.5, temperature=0.5, b_ref=b_ref)
     total = z.sum(axis=1)
-    return float(np.abs(kept - book.total - total).max() / np.abs(total - total[0]).max())
+    return float(np.abs(predicted - remainder.total - total).max() / np.abs(total - total[0]).max())
 
 
 def _linear() -> float:
     rng = np.random.default_rng(1)
     delta, v0 = rng.uniform(-1, 1, size=30), rng.uniform(-1, 1, size=30)
     times = np.linspace(0, 0.98 * growth.blow_up_time(delta, v0).min(), 20)
-    found = flows.linear(delta, times, v0).states
-    return float((np.abs(found - growth.linear(delta, times, v0)) / (1 + np.abs(found))).max())
+    integrated = flows.linear(delta, times, v0).states
+    return float((np.abs(integrated - growth.linear(delta, times, v0)) / (1 + np.abs(integrated))).max())
 
 
 def _blow_up() -> float:
     rng = np.random.default_rng(2)
-    drawn = [(rng.uniform(-2, 2, size=4), rng.uniform(-1, 1, size=4)) for _ in range(20)]
-    errors = [flows.linear(d, 1e3, v).blow_up / growth.blow_up_time(d, v).min() - 1 for d, v in drawn]
+    problems = [(rng.uniform(-2, 2, size=4), rng.uniform(-1, 1, size=4)) for _ in range(20)]
+    errors = [flows.linear(delta, 1e3, v0).blow_up / growth.blow_up_time(delta, v0).min() - 1 for delta, v0 in problems]
     return float(np.abs(errors).max())
 
 
 def _theta(activation: str) -> float:
-    """Worst error of θ1 and θ2, over 1 + |θ|, against quadrature of their definitions."""
+    """Return the largest error of θ1 and θ2, relative to 1 + |θ|, against quadrature of their definitions."""
     rng = np.random.default_rng(3)
-    drawn = zip(rng.normal(0, 2, 12), rng.uniform(0.3, 3, 12), rng.uniform(0.3, 2, 12), strict=True)
+    arguments = zip(rng.normal(0, 2, 12), rng.uniform(0.3, 3, 12), rng.uniform(0.3, 2, 12), strict=True)
     errors = [
-        abs(_moment(named(activation), *arguments, power) - found) / (1 + abs(found))
-        for arguments in drawn
-        for power, found in enumerate(mixture.theta(activation, *arguments))
+        abs(_moment(named(activation), r, norm, sigma, power) - theta) / (1 + abs(theta))
+        for r, norm, sigma in arguments
+        for power, theta in enumerate(mixture.theta(activation, r, norm, sigma))
     ]
     return float(np.max(errors))
 
 
 def _moment(phi: Activation, r: float, size: float, sigma: float, power: int) -> float:
-    """∫ φ'(y) (y−r)^power p((y−r)/‖v‖) dy by adaptive quadrature, split at the kinks."""
-    wide = 40 * sigma * size
+    """Return ∫ φ'(y) (y−r)^power p((y−r)/‖v‖) dy by adaptive quadrature, split at the kinks."""
+    support = 40 * sigma * size
 
     def integrand(y: float) -> float:
         return float(phi.slope(np.asarray(y)) * (y - r) ** power * norm.pdf((y - r) / size, scale=sigma))
 
-    edges = sorted({r - wide, r, r + wide, *(kink for kink in phi.kinks if abs(kink - r) < wide)})
-    return sum(quad(integrand, *part, epsabs=1e-12, epsrel=1e-12, limit=400)[0] for part in pairwise(edges))
+    edges = sorted({r - support, r, r + support, *(kink for kink in phi.kinks if abs(kink - r) < support)})
+    return sum(quad(integrand, *panel, epsabs=1e-12, epsrel=1e-12, limit=400)[0] for panel in pairwise(edges))
 
 
 def _nonlinear() -> float:
@@ -163,12 +164,12 @@ def _nonlinear() -> float:
 
 def _softmax_nonlinear() -> float:
     mu, times = np.random.default_rng(5).uniform(1, 4, size=10), np.linspace(0, 60, 13)
-    found = flows.softmax_nonlinear(mu, times, temperature=3.0).states
-    return float(np.abs(found - growth.softmax_nonlinear(mu, times, temperature=3.0)).max())
+    integrated = flows.softmax_nonlinear(mu, times, temperature=3.0).states
+    return float(np.abs(integrated - growth.softmax_nonlinear(mu, times, temperature=3.0)).max())
 
 
 def _tree() -> float:
-    """Trees of three levels with uneven branching: the closed matrix against the sum over all states."""
+    """Return the largest error of the closed form for trees with uneven branching, against a sum over all states."""
     rng, worst = np.random.default_rng(6), 0.0
     parents = [-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 6]
     for _ in range(5):
@@ -179,20 +180,18 @@ def _tree() -> float:
 
 
 def _tree_limit() -> float:
-    """Co-occurrence at 1 − ρ = 1e-9 against its limit, for several c: they differ by the order of 1 − ρ."""
+    """Return the difference of co-occurrence at 1 − ρ = 1e-9 from its limit, for several c; it is of order 1 − ρ."""
     c, near = np.array([0.0, 0.5, 1.0, 3.0]), 1e-9
     height, depth = np.arange(1, 6)[:, None], 6
-    found = hierarchy.cooccurrence(height, depth, near, c * near, complement=True)
-    return float(np.abs(found - hierarchy.cooccurrence_limit(height, depth, c)).max())
+    probability = hierarchy.cooccurrence(height, depth, near, c * near, complement=True)
+    return float(np.abs(probability - hierarchy.cooccurrence_limit(height, depth, c)).max())
 
 
 def _bounce() -> float:
-    """The least entropy along Theorem 4's solution, against the same of the integrated flow."""
+    """Return the difference of the least entropy along Theorem 4's solution from that of the integrated flow."""
     mu, times = [1.0, 1.5, 2.0, 2.5, 3.0], np.linspace(0, 3, 3001)
-    found = [
-        growth.attention_entropy(v).min() for v in (growth.nonlinear(mu, times), flows.nonlinear(mu, times).states)
-    ]
-    return float(abs(found[0] - found[1]))
+    exact, integrated = growth.nonlinear(mu, times), flows.nonlinear(mu, times).states
+    return float(abs(growth.attention_entropy(exact).min() - growth.attention_entropy(integrated).min()))
 
 
 FLOW = "the coupled flow, integrated (DOP853, 3 queries, unequal rates)"

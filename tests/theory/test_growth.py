@@ -461,3 +461,12 @@ def test_bad_input_names_the_argument(call, argument, complaint):
         call()
     assert f"`{argument}`" in str(error.value)
     assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize("solve", [growth.linear, growth.nonlinear, growth.softmax_nonlinear])
+def test_the_former_name_of_times_still_works(solve):
+    parameters, times = [0.9, 0.4], [0.0, 0.5, 1.0]
+    np.testing.assert_array_equal(solve(parameters, t=times), solve(parameters, times=times))
+    np.testing.assert_array_equal(solve(parameters, t=times), solve(parameters, times))
+    with pytest.raises(InputError, match="give `times` alone"):
+        solve(parameters, t=times, times=times)

@@ -1,7 +1,7 @@
 """Activations of a hidden unit, each with its slope: one table for the whole theory.
 
-`slope` is the derivative; at a kink it is the derivative from the left, as in PyTorch's ReLU. All of it is float64, and
-the tails neither overflow nor cancel.
+`slope` is the derivative; at a kink it is the derivative from the left, as in PyTorch's ReLU. Everything is float64,
+and the tails neither overflow nor cancel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Elementwise = Callable[[ArrayLike], np.ndarray]
 
 @dataclass(frozen=True)
 class Activation:
-    """φ and φ' as elementwise functions of the preactivation, and the places where φ' jumps."""
+    """φ and φ' as elementwise functions of the preactivation, and the points where φ' jumps (`kinks`)."""
 
     name: str
     value: Elementwise
@@ -42,7 +42,7 @@ class Activation:
 
 
 def normal_density(y: ArrayLike) -> np.ndarray:
-    """Return the standard normal density ϕ(y), 0 without overflow far out.
+    """Return the standard normal density ϕ(y); it is 0 in the far tails, without overflow.
 
     >>> float(normal_density(0.0))
     0.3989422804014327
@@ -115,7 +115,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def named(activation: str | Activation) -> Activation:
-    """Return the activation of that name; an `Activation` passes through.
+    """Return the activation of that name; an `Activation` is returned as it is.
 
     >>> named("identity").name
     'linear'
@@ -130,8 +130,8 @@ def smoothed(activation: str | Activation, width: ArrayLike) -> Activation:
 
         relu(u) → u Φ(u/w) + w ϕ(u/w),    1(u > 0) → Φ(u/w)
 
-    For piecewise linear activations (ReLU, leaky ReLU) the whole is φ convolved. It differs from φ by at most
-    |J| w/√(2π), at the kink, and by nothing 40 widths away. Smooth activations are returned as they are.
+    For piecewise linear activations (ReLU, leaky ReLU) the result is φ convolved with that law. It differs from φ by at
+    most |J| w/√(2π), at the kink, and not at all 40 widths away. Smooth activations are returned as they are.
 
     Args:
         activation: a name of `ACTIVATIONS`, or an `Activation`.
@@ -155,7 +155,7 @@ def smoothed(activation: str | Activation, width: ArrayLike) -> Activation:
 def _rounded_value(base: Elementwise, jumps: tuple[tuple[float, float], ...], width: float, y: ArrayLike) -> np.ndarray:
     y, value = np.asarray(y, dtype=np.float64), base(y)
     for kink, jump in jumps:
-        # ϕ(s) − sΦ(−s) = ϕ(s)(1 − s·Mills(s)), s ≥ 0: what rounding adds, without the cancellation of two tails
+        # What rounding adds is ϕ(s) − sΦ(−s) = ϕ(s)(1 − s·Mills(s)), s ≥ 0; this form avoids cancellation in the tails.
         s = np.abs(y - kink) / width
         value = value + jump * width * normal_density(s) * (1.0 - s * np.sqrt(np.pi / 2) * erfcx(s / np.sqrt(2)))
     return np.asarray(value)

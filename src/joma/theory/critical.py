@@ -53,7 +53,7 @@ def linearised(
     return (a * slope) @ unit.centres + across * v, between + mixed + mixed.mT + axial + isotropic
 
 
-# Each takes v, the drive, its Jacobian, λ and the radius. It returns a field whose roots are the flow's critical points,
+# Each takes v, the drive, its Jacobian, λ and the radius. It returns a field whose roots are the critical points,
 # and the Jacobian of that field.
 def _plain(_v: Values, drive: Values, jacobian: Values, _decay: float, _radius: float) -> tuple[Values, Values]:
     return drive, jacobian

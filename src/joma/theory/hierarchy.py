@@ -6,12 +6,12 @@ otherwise. The leaves are the tokens, and `y_l = 1` means that token `l` is in t
 
 A tree is three plain arrays: `parents[node]` (the root is node 0 with parent −1, and parents come before their
 children; the leaves in ascending order are the tokens), `p0[class]`, and `p_child[child, class]`, the table of
-`p_{β|0}(c)` with one row for each child of the root, in ascending order. The theorem puts all tokens at one depth; the
-functions of a whole tree ask for no such thing.
+`p_{β|0}(c)` with one row for each child of the root, in ascending order. In the theorem all tokens have the same depth;
+the functions of a whole tree do not need this.
 
-Two tokens are independent given the lowest node above both. So every probability here is an average over that node's
-states, made of sums and products of numbers that are not negative: nothing cancels, not even near ρ = ρ_0 = 1, as long
-as `1 − ρ` and `1 − ρ_0` are known accurately.
+Two tokens are independent given their lowest common ancestor. So every probability here is an average over the states
+of that node, computed from sums and products of non-negative numbers: nothing cancels, not even near ρ = ρ_0 = 1, as
+long as `1 − ρ` and `1 − ρ_0` are known accurately.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ENUMERABLE = 20  # binary nodes: their 2^20 states are a million
 def cooccurrence(
     height: ArrayLike, depth: ArrayLike, rho: ArrayLike, rho0: ArrayLike, *, complement: bool = False
 ) -> Float[np.ndarray, "*batch"]:
-    """Probability that token `l` occurs given that token `m` does, for tokens joined below the root (Theorem 5).
+    """Return the probability that token `l` occurs given that `m` does, for tokens joined below the root (Theorem 5).
 
     `P[y_l = 1 | y_m = 1] = ½ (1 + ρ^{2H} − 2 ρ^{L−1} ρ_0) / (1 − ρ^{L−1} ρ_0)`
 
-    Arguments, which broadcast:
+    Args (they broadcast):
         height: H, from the tokens up to their lowest common ancestor, 1 ≤ H ≤ L − 1.
         depth: L, from the root down to the tokens.
         rho: ρ in [0, 1].
@@ -58,9 +58,9 @@ def cooccurrence(
 
 
 def cooccurrence_limit(height: ArrayLike, depth: ArrayLike, c: ArrayLike) -> Float[np.ndarray, "*batch"]:
-    """Limit of `cooccurrence` as ρ and ρ_0 tend to 1 together (Theorem 5): `1 − H/(L−1+c)`, `c = lim (1−ρ_0)/(1−ρ)`.
+    """Return the limit of `cooccurrence` as ρ and ρ_0 tend to 1: `1 − H/(L−1+c)`, `c = lim (1−ρ_0)/(1−ρ)` (Theorem 5).
 
-    Arguments, which broadcast:
+    Args (they broadcast):
         height, depth: H and L, 1 ≤ H ≤ L − 1.
         c: how much faster ρ tends to 1 than ρ_0, from 0 to infinity; 1 (that is ρ_0 = ρ) gives `1 − H/L`, and 0 (ρ_0
             first) gives `1 − H/(L−1)`.
@@ -79,12 +79,12 @@ def cooccurrence_limit(height: ArrayLike, depth: ArrayLike, c: ArrayLike) -> Flo
 def root_cooccurrence(
     depth: ArrayLike, rho: ArrayLike, p0: ArrayLike, p_l: ArrayLike, p_m: ArrayLike, *, complement: bool = False
 ) -> Float[np.ndarray, "*batch"]:
-    """Probability that token `l` occurs given that token `m` does, for tokens that only the root joins (Theorem 5).
+    """Return the probability that token `l` occurs given that `m` does, for tokens joined only at the root (Theorem 5).
 
     `P[y_l = 1 | y_m = 1] = ½ (1 + k² Σ_c p_0(c) p_l(c) p_m(c) − k ρ_0l − k ρ_0m) / (1 − k ρ_0m)`, with `k = ρ^{L−1}`,
     `ρ_0l = Σ_c p_0(c) p_l(c)` and `ρ_0m` likewise.
 
-    Arguments, of which the axes before the class axis broadcast with `depth` and `rho`:
+    Args (their axes before the class axis broadcast with `depth` and `rho`):
         depth: L ≥ 1, from the root down to the tokens.
         rho: ρ in [0, 1].
         p0: the class probabilities, classes on the last axis.
@@ -111,13 +111,13 @@ def root_cooccurrence(
 def cooccurrence_matrix(
     parents: ArrayLike, p0: ArrayLike, p_child: ArrayLike, rho: ArrayLike
 ) -> Float[np.ndarray, "token token"]:
-    """All of `P[y_l = 1 | y_m = 1]` of a tree (Theorem 5): row `l`, column `m`, ones on the diagonal.
+    """Return `P[y_l = 1 | y_m = 1]` of all pairs of tokens of a tree: row `l`, column `m` (Theorem 5).
 
-    Tokens joined below the root as in `cooccurrence`, with the ρ_0 of the root's child above them; the others as in
-    `root_cooccurrence`. Tokens may lie at different depths (wider than the theorem): with heights H_l and H_m below the
-    common ancestor, ρ^{2H} becomes ρ^{H_l+H_m}, and ρ^{L−1} each token's own.
+    Tokens joined below the root are as in `cooccurrence`, with the ρ_0 of the root's child above them; the others as in
+    `root_cooccurrence`. The diagonal is 1. Tokens may lie at different depths (wider than the theorem): with heights
+    H_l and H_m below the common ancestor, ρ^{2H} becomes ρ^{H_l+H_m}, and ρ^{L−1} each token's own.
 
-    Arguments:
+    Args:
         parents, p0, p_child: the tree, see the module's docstring; `p_child` in [−1, 1].
         rho: ρ in [0, 1].
 
@@ -138,11 +138,11 @@ def cooccurrence_matrix(
 
 
 def marginals(parents: ArrayLike, p0: ArrayLike, p_child: ArrayLike, rho: ArrayLike) -> Float[np.ndarray, " token"]:
-    """How often each token of a tree occurs: `P[y_l = 1] = ½ (1 − ρ^{L−1} ρ_0)`, with its own depth L and ρ_0.
+    """Return the probability of each token of a tree: `P[y_l = 1] = ½ (1 − ρ^{L−1} ρ_0)`, with its own depth L and ρ_0.
 
-    Arguments: as in `cooccurrence_matrix`.
+    Args: as in `cooccurrence_matrix`.
 
-    Returns: one probability a token.
+    Returns: one probability for each token.
 
     >>> marginals([-1, 0, 0, 1, 1, 2, 2], p0=[0.5, 0.5], p_child=[[0.8, -0.2], [0.6, 0.0]], rho=0.9)
     array([0.365, 0.365, 0.365, 0.365])
@@ -152,11 +152,13 @@ def marginals(parents: ArrayLike, p0: ArrayLike, p_child: ArrayLike, rho: ArrayL
 
 
 def common_depth(parents: ArrayLike) -> Int[np.ndarray, "token token"]:
-    """Depth of the lowest common ancestor of every two tokens: 0 for the root, a token's own depth on the diagonal.
+    """Return the depth of the lowest common ancestor of every pair of tokens; 0 is the root.
+
+    The diagonal has the depth of each token.
 
     With all tokens at depth L, `H = L − common_depth(parents)`.
 
-    Arguments:
+    Args:
         parents: the tree, see the module's docstring.
 
     Returns: a symmetric matrix of whole numbers.
@@ -173,12 +175,12 @@ def common_depth(parents: ArrayLike) -> Int[np.ndarray, "token token"]:
 def enumerate_cooccurrence(
     parents: ArrayLike, p0: ArrayLike, p_child: ArrayLike, rho: ArrayLike
 ) -> Float[np.ndarray, "token token"]:
-    """`cooccurrence_matrix` by brute force: the joint probability of every state of every node, summed.
+    """Return `cooccurrence_matrix` by brute force: a sum over the joint states of all nodes.
 
-    `P[y_l = 1 | y_m = 1] = Σ_states P[state] y_l y_m / Σ_states P[state] y_m`. It shares nothing with the closed forms,
-    and serves to check them. Time and memory grow as 2^nodes.
+    `P[y_l = 1 | y_m = 1] = Σ_states P[state] y_l y_m / Σ_states P[state] y_m`. It shares no code with the closed
+    forms, and serves to check them. Time and memory grow as 2^nodes.
 
-    Arguments: as in `cooccurrence_matrix`; at most 20 nodes below the root.
+    Args: as in `cooccurrence_matrix`; at most 20 nodes below the root.
 
     Returns: row `l`, column `m`.
 
@@ -207,7 +209,7 @@ def enumerate_cooccurrence(
 
 
 class _Tree(NamedTuple):
-    """The checked arrays of a tree, and what each token needs of them."""
+    """The checked arrays of a tree, and what is derived from them for each token."""
 
     p0: Float[np.ndarray, " class"]
     rho: float
@@ -236,7 +238,7 @@ def _checked(
     if len(p_child) != (parents == 0).sum():
         expected = f"one row for each of the root's {(parents == 0).sum()} children"
         raise InputError("p_child", expected, f"{len(p_child)} rows", "give one row for each node whose parent is 0")
-    # `probabilities` lets 1e-9 pass; here P and 1 − P must agree to rounding.
+    # `probabilities` tolerates sums off by 1e-9; here P and 1 − P must agree to rounding.
     return parents, p0 / p0.sum(), p_child, scalar("rho", rho, low=0.0, high=1.0)
 
 
@@ -259,12 +261,12 @@ def _paths(parents: Int[np.ndarray, " node"]) -> Int[np.ndarray, "level token"]:
     while (above >= 0).any():
         depth += above >= 0
         above = np.where(above >= 0, parents[above], -1)
-    here = _leaves(parents)
-    path = np.full((depth.max() + 1, here.size), -1)
+    node = _leaves(parents)
+    path = np.full((depth.max() + 1, node.size), -1)
     for level in range(depth.max(), -1, -1):
-        reached = depth[here] == level
-        path[level, reached] = here[reached]
-        here = np.where(reached, parents[here], here)
+        at_level = depth[node] == level
+        path[level, at_level] = node[at_level]
+        node = np.where(at_level, parents[node], node)
     return path
 
 
@@ -282,12 +284,12 @@ def _given_latent(
     gap: Float[np.ndarray, "*#batch"],
     gap0: Float[np.ndarray, "*#batch"],
 ) -> Float[np.ndarray, "*batch"]:
-    """P[l | m] by averaging over the common ancestor, a bit `above` edges under a child of the root."""
-    one = _one_minus(above, gap, gap0)  # 1 − ρ^above ρ_0 = 2 P[ancestor is 1]
-    apart_l, apart_m = (_one_minus(height, gap, np.zeros(())) for height in (height_l, height_m))
-    if_zero, if_one = (2 - one) * apart_m, one * (2 - apart_m)
+    """Return P[l | m], averaged over the common ancestor, which lies `above` edges below a child of the root."""
+    ancestor = _one_minus(above, gap, gap0)  # 1 − ρ^above ρ_0 = 2 P[ancestor is 1]
+    flip_l, flip_m = (_one_minus(height, gap, np.zeros(())) for height in (height_l, height_m))
+    if_zero, if_one = (2 - ancestor) * flip_m, ancestor * (2 - flip_m)
     total = if_zero + if_one
-    return np.asarray(((if_zero / total) * apart_l + (if_one / total) * (2 - apart_l)) / 2)
+    return np.asarray(((if_zero / total) * flip_l + (if_one / total) * (2 - flip_l)) / 2)
 
 
 def _one_minus(
@@ -295,7 +297,7 @@ def _one_minus(
     gap: Float[np.ndarray, "*#batch"],
     gap_p: Float[np.ndarray, "*#batch"],
 ) -> Float[np.ndarray, "*batch"]:
-    """`1 − ρ^power p` from 1 − ρ and 1 − p, as `(1 − ρ^power) + ρ^power (1 − p)`: neither term is negative."""
+    """Return `1 − ρ^power p` from 1 − ρ and 1 − p, as `(1 − ρ^power) + ρ^power (1 − p)`: neither term is negative."""
     log_k = xlog1py(power, -gap)
     return np.asarray(np.exp(log_k) * gap_p - np.expm1(log_k))
 
@@ -303,7 +305,7 @@ def _one_minus(
 def _posterior(
     name: str, p0: Float[np.ndarray, "*#batch class"], absent: Float[np.ndarray, "*#batch class"]
 ) -> Float[np.ndarray, "*#batch class"]:
-    """P[class | token m occurs], from the class probabilities and twice those of m given the class."""
+    """Return P[class | token m occurs], from P[class] and `absent`, twice P[token m occurs | class]."""
     joint = p0 * absent
     return joint / _occurring(name, joint.sum(axis=-1, keepdims=True))
 
@@ -325,7 +327,7 @@ def _heights(height: ArrayLike, depth: ArrayLike) -> tuple[Float[np.ndarray, "*#
     height, depth = _whole_numbers("height", height, low=1), _whole_numbers("depth", depth, low=2)
     broadcast(height=height, depth=depth)
     if (height > depth - 1).any():
-        remedy = "use `root_cooccurrence` for tokens that only the root joins"
+        remedy = "use `root_cooccurrence` for tokens joined only at the root"
         raise InputError("height", "at most `depth` - 1", f"height - depth = {(height - depth).max():g}", remedy)
     return height, depth
 

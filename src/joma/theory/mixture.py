@@ -1,7 +1,7 @@
 """Theorem 3: one hidden unit with uniform attention, fed by a mixture of isotropic distributions.
 
-A component c has centre x̄_c and weight a_c = E[g | c] P[c]. With n = ‖v‖, r_c = v·x̄_c + ξ and noise of scale σ, whose
-share along v is σu for a u of unit variance, all that the theorem needs are three moments of the activation:
+A component c has centre x̄_c and weight a_c = E[g | c] P[c]. Let n = ‖v‖ and r_c = v·x̄_c + ξ. The noise has scale σ, and
+its component along v is σu with u of unit variance. The theorem then needs three moments of the activation:
 
     mean  E[φ(r + nσu)],     slope  E[φ'(r + nσu)] = θ1/n,     tilt  E[u φ'(r + nσu)] = θ2/(n²σ)
 
@@ -61,7 +61,7 @@ def theta(
 
 @dataclass(frozen=True)
 class Unit:
-    """A hidden unit and the mixture that feeds it: what Theorem 3's flow depends on. Make it with `Unit.of`."""
+    """A hidden unit and the mixture that is its input: what Theorem 3's flow depends on. Make it with `Unit.of`."""
 
     moments: Averages
     centres: Float[np.ndarray, "component token"]
@@ -80,13 +80,13 @@ class Unit:
         sigma: ArrayLike = 1.0,
         noise: str = "gaussian",
     ) -> Unit:
-        """Check and bind the data of Theorem 3.
+        """Check the data of Theorem 3 and return a unit.
 
         Args:
             activation: a name of `ACTIVATIONS`, or an `Activation`.
             centres: x̄_c [component, token].
             weights: a_c = E[g | c] P[c] [component].
-            xi: ξ, what the query's embedding and a bias add to the preactivation.
+            xi: ξ, the contribution of the query's embedding and of a bias to the preactivation.
             sigma: standard deviation of the noise along one direction.
             noise: `gaussian`, or `ball` for noise uniform in a ball of radius σ√(tokens + 2).
 
@@ -101,7 +101,7 @@ class Unit:
         return cls(moments, x, a, scalar("sigma", sigma, above=0.0), scalar("xi", xi))
 
     def vectors(self, v: ArrayLike) -> Float[np.ndarray, "*batch token"]:
-        """Return `v` [..., token] as float64, checked against the centres and not zero."""
+        """Return `v` [..., token] as float64, after a check that it matches the centres and is not zero."""
         array, tokens = real("v", v), self.centres.shape[1]
         if array.ndim == 0 or array.shape[-1] != tokens:
             expected = f"of {tokens} tokens on its last axis"
@@ -116,7 +116,7 @@ class Unit:
         return r, np.broadcast_to(self.sigma * np.linalg.norm(v, axis=-1, keepdims=True), r.shape)
 
     def terms(self, v: Float[np.ndarray, "*batch token"]) -> tuple[Values, Values]:
-        """Return Σ a slope x̄ [..., token] and Σ a σ tilt/‖v‖ [..., 1]: the drive is one plus the other times v."""
+        """Return Σ a slope x̄ [..., token] and Σ a σ tilt/‖v‖ [..., 1]: the drive is first + second · v."""
         slope, tilt = self.moments.slopes(*self.seen(v))
         across = self.sigma * (tilt @ self.weights)[..., None] / np.linalg.norm(v, axis=-1, keepdims=True)
         return (self.weights * slope) @ self.centres, across
@@ -147,8 +147,8 @@ def velocity(unit: Unit, v: ArrayLike, *, flow: str = "plain", decay: float = 0.
     """Return v̇ of Theorem 3, for η_w = 1.
 
         plain:    v̇ = (1/‖v‖) Σ_c a_c θ1(r_c) x̄_c + (1/‖v‖³) Σ_c a_c θ2(r_c) v
-        sphere:   that, less its component along v: the norm stays what it is
-        decayed:  that, less λv
+        sphere:   the plain v̇ minus its component along v: the norm does not change
+        decayed:  the plain v̇ minus λv
 
     Args:
         unit: from `Unit.of`.
@@ -163,12 +163,12 @@ def velocity(unit: Unit, v: ArrayLike, *, flow: str = "plain", decay: float = 0.
     array([1.083315, 0.      ])
     """
     array = unit.vectors(v)
-    projected = choice("flow", flow, FLOWS)
-    return np.asarray(projected(unit.drive(array), array, scalar("decay", decay, low=0.0)))
+    flow_velocity = choice("flow", flow, FLOWS)
+    return np.asarray(flow_velocity(unit.drive(array), array, scalar("decay", decay, low=0.0)))
 
 
 def offset_velocity(unit: Unit, v: ArrayLike) -> np.ndarray:
-    """Return ξ̇ = Σ_c a_c θ1(r_c)/‖v‖ of Theorem 3, for η_w = 1 and [...] the leading axes of `v`.
+    """Return ξ̇ = Σ_c a_c θ1(r_c)/‖v‖ of Theorem 3 for η_w = 1, of the leading axes of `v`.
 
     >>> float(offset_velocity(Unit.of("relu", [[1.0, 0.0]], [0.5]), [0.0, 2.0]))
     0.25
@@ -178,7 +178,7 @@ def offset_velocity(unit: Unit, v: ArrayLike) -> np.ndarray:
 
 
 def objective(unit: Unit, v: ArrayLike, *, decay: float = 0.0) -> np.ndarray:
-    """Return Σ_c a_c E_c φ(v·x + ξ) − (λ/2)‖v‖²: the plain flow (λ = 0) and the decayed one climb it.
+    """Return the objective Σ_c a_c E_c φ(v·x + ξ) − (λ/2)‖v‖², which the plain (λ = 0) and decayed flows climb.
 
     >>> round(float(objective(Unit.of("relu", [[1.0, 0.0]], [1.0]), [2.0, 0.0])), 6)
     2.166631
@@ -189,15 +189,15 @@ def objective(unit: Unit, v: ArrayLike, *, decay: float = 0.0) -> np.ndarray:
 
 
 def fixed_centre(unit: Unit, v: ArrayLike, *, flow: str = "plain", decay: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rate and the centre μ with which Theorem 3's flow reads v̇ = rate (μ − v), as Theorem 4 wants it.
+    """Return the rate and the centre μ such that Theorem 3's flow is v̇ = rate (μ − v), the form of Theorem 4.
 
         μ = Σ_c a_c θ1(r_c) x̄_c / (‖v‖ rate)
         plain:    rate = −Σ_c a_c θ2(r_c)/‖v‖³, so that μ = −‖v‖² Σ a θ1 x̄ / Σ a θ2
         sphere:   rate = v·Σ_c a_c θ1(r_c) x̄_c/‖v‖³
         decayed:  rate = λ − Σ_c a_c θ2(r_c)/‖v‖³
 
-    v is drawn towards μ only where the rate is positive: for the plain flow where Σ a θ2 < 0. Elsewhere there is no
-    such centre: the rate is returned as it is, μ as NaN. Rate and centre move with v; at a critical point μ = v.
+    v moves towards μ only where the rate is positive: for the plain flow where Σ a θ2 < 0. Elsewhere there is no such
+    centre: μ is NaN, and the rate is returned as it is. Rate and centre change with v; at a critical point μ = v.
 
     Args:
         unit: from `Unit.of`.
