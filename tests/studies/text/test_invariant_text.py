@@ -70,8 +70,8 @@ def test_logits_are_averaged_over_positions():
 def test_the_sum_over_all_types_is_a_sum():
     model, tokens = build_model(positions="sinusoidal"), torch.tensor([1, 5, 2])
     with torch.no_grad():
-        found = read(model, tokens=tokens, queries=torch.arange(7))
-    torch.testing.assert_close(found["z_all"], found["z"].sum(dim=1), rtol=1e-9, atol=1e-9)
+        logits = read(model, tokens=tokens, queries=torch.arange(7))
+    torch.testing.assert_close(logits["z_all"], logits["z"].sum(dim=1), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("norm", ["post", "none"])
@@ -95,9 +95,9 @@ def test_the_value_path_is_what_attention_adds_to_hidden_units(norm):
         if norm == "post":
             path = (path - path.mean(dim=-1, keepdim=True)) * layer.norms[0].gain[:, None]
         v = difference + path @ layer.lower.weight
-        found = read(model, tokens=tokens, queries=tokens)
-    torch.testing.assert_close(v.square().sum(dim=-1), found["squares"], rtol=1e-8, atol=1e-8)
-    assert found["rest"].abs().max() < 1e-9
+        measures = read(model, tokens=tokens, queries=tokens)
+    torch.testing.assert_close(v.square().sum(dim=-1), measures["squares"], rtol=1e-8, atol=1e-8)
+    assert measures["rest"].abs().max() < 1e-9
 
 
 def test_the_rest_is_all_other_types():
@@ -200,10 +200,12 @@ def test_correlations_error_and_orthogonality_are_drawn_over_training(trajectory
     softmax, exp, error, orthogonality = draw_training(trajectory).axes
     late = trajectory.isel(step=slice(1, None))
     for panel, law in ((softmax, "softmax"), (exp, "exp")):
-        asked, every, *others, zero = panel.lines
+        by_queries, by_all_types, *others, zero = panel.lines
         correlation = late.correlation.sel(law=law).mean("seed")
-        np.testing.assert_allclose(asked.get_xydata(), np.stack([late.step, correlation.sel(sum="asked")], axis=-1))
-        np.testing.assert_allclose(every.get_ydata(), correlation.sel(sum="all"))
+        np.testing.assert_allclose(
+            by_queries.get_xydata(), np.stack([late.step, correlation.sel(sum="asked")], axis=-1)
+        )
+        np.testing.assert_allclose(by_all_types.get_ydata(), correlation.sel(sum="all"))
         assert [line.get_label() for line in others] == [
             "single queries, mean", "frequency regressed out", "log frequency in place of the law",
         ]  # fmt: skip
