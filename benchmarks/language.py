@@ -1,4 +1,4 @@
-"""Training on text: a step compared with a plain PyTorch loop, the cost of probes, and on a GPU the least possible time.
+"""Training on text: a step compared with a plain PyTorch loop, the cost of probes, and on a GPU the lower bound.
 
 The text is WikiText-2 if `JOMA_WIKITEXT` or `../shared/data/wikitext-2` has it, else the embedded one.
 """

@@ -15,8 +15,8 @@ from joma.study import Context
 STUDIES = ("entropy-text", "learning-rates", "activation-control", "bounce-control", "invariant-text")
 BASE = {
     "width": 4, "hidden": 4, "length": 4, "batch": 16, "columns": 2, "steps": 10, "every": 5, "glance": 20,
-    "rate": 1e-2, "layers": 2, "depths": (2,), "rates": (1e-2,), "activations": ("relu",), "arms": ("held",), "tokens": 6,
-    "queries": 3, "permutations": 5,
+    "rate": 1e-2, "layers": 2, "depths": (2,), "rates": (1e-2,), "activations": ("relu",), "arms": ("held",),
+    "tokens": 6, "queries": 3, "permutations": 5,
 }  # fmt: skip
 OTHER = {
     "tokeniser": "bytes", "width": 6, "hidden": 5, "heads": 2, "length": 5, "dropout": 0.1, "batch": 15, "columns": 3,
