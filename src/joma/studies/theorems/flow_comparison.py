@@ -61,7 +61,9 @@ def check(config: FlowConfig) -> None:
     for name in ("context_tokens", "times", "samples"):
         whole(name, getattr(config, name), low=2)
     if config.samples % 2:
-        raise InputError("samples", "even", config.samples, "half of the contexts mirror the other half")
+        raise InputError(
+            "samples", "even", config.samples, "give an even number: half of the contexts mirror the others"
+        )
     whole("starts", config.starts)
     for name in ("decay", "horizon", "context_sigma"):
         positive(name, getattr(config, name), ndim=0)

@@ -205,12 +205,12 @@ def _train(
 def _compare(config: Config, attention: str, trajectory: xr.Dataset, x: np.ndarray) -> xr.Dataset:
     """Compare about a hundred of the steps with the law; diverged seeds are left out of it and NaN in the result."""
     below = abs(trajectory[["v", "z"]]) < DIVERGED  # False for NaN
-    trained = (below.v.all(("step", "token", "hidden")) & below.z.all(("step", "query", "token"))).values
-    if not trained.any():
+    finite = (below.v.all(("step", "token", "hidden")) & below.z.all(("step", "query", "token"))).values
+    if not finite.any():
         raise InputError("rate", "small enough to train with", config.rate, "every seed diverged: lower it")
-    kinds, seeds = (xr.DataArray(index, dims="model") for index in np.nonzero(trained))
+    kinds, seeds = (xr.DataArray(index, dims="model") for index in np.nonzero(finite))
     path = trajectory.isel(kind=kinds, seed=seeds).transpose("step", "model", ...)
-    predicted, ledger = _predict(config, attention, path, x[trained.ravel()])
+    predicted, ledger = _predict(config, attention, path, x[finite.ravel()])
     steps = list(schedule.every(max(1, config.steps // 100), config.steps))
     z = path.z.values[steps]
     law = (z ** invariants.ATTENTIONS[attention].power).sum(axis=-2)

@@ -85,7 +85,7 @@ def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, substeps: 
     """Train from zero weights and logits, with `substeps` steps of SGD in each of `steps / 2` intervals of time."""
     steps = whole("steps", config.steps, low=200)
     if steps % 2:
-        raise InputError("steps", "even", steps, "the run is repeated with half as many")
+        raise InputError("steps", "even", steps, "give an even number: the run is repeated with half as many")
     half, x, g = steps // 2, x.to(context.device), g.to(context.device)
     last = int(scalar("until", config.until, low=0.1, high=0.999) * half)
     parts = BlockConfig(tokens=x.shape[-1], hidden=1, attention="exp", scale=0.0)
