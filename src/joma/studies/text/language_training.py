@@ -36,9 +36,7 @@ PROBE_SHARE = 0.04  # of the training time, spent on probes if `every` is None
 FORWARD_SHARE = 1 / 2  # of the time of a training step, taken by its forward pass, at most, on the CPU
 CUDA_PASS_TOKENS = 1 << 15  # validation tokens of one seed in a pass on CUDA; on the CPU a pass is a training batch
 AUTHORS_WINDOW = 100  # the window of the first validation column whose attention the authors' code saves
-QUICK_RATE = (
-    3e-3  # the learning rate of quick presets, at which the attention of the quick model changes within its few steps
-)
+QUICK_RATE = 3e-3  # learning rate of quick presets, at which attention changes within their few steps
 DIMS = {"entropy": ("layer", "head"), "window_entropy": ("layer", "head"), "stable_rank": ("layer",)}
 
 
