@@ -18,6 +18,7 @@ MANY_PARAMETERS = {
     "kernels/short_triton.py: _backward": TRITON,
     "kernels/short_triton.py: _forward": TRITON,
     "kernels/short_triton.py: _load_biased": TRITON,
+    "watch/recorder.py: __init__": "the options of `Recorder`, which users pass by name",
     "train/packed.py: _update": "the update of Adam as an equation: four tensors and its coefficients by name",
 }
 
@@ -28,9 +29,9 @@ TESTED_ELSEWHERE = {
     "kernels/short_triton": "kernels/test_short",
     "train/cuda": "train/test_cuda",
     "train/interrupt": "train/test_survival",
+    "train/options": "train/test_loop",
     "train/packed": "train/test_optimiser",
     "train/state": "train/test_loop",
-    "train/options": "train/test_loop",
 }
 
 

@@ -7,7 +7,7 @@ from joma import verify as verification
 from joma.verify import CHECKS, Check, verify
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.theorem}: {check.said}")
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.theorem}: {check.statement}")
 def test_every_check_holds(check):
     assert check.error() <= check.tolerance
 

@@ -139,7 +139,7 @@ class VerifyCommand:
             from joma.report.table import MARKS, grid, show
 
             rows = (
-                (r.theorem, r.said, r.against, f"{r.error:.1e}", f"{r.tolerance:.0e}", MARKS[r.verdict])
+                (r.theorem, r.statement, r.against, f"{r.error:.1e}", f"{r.tolerance:.0e}", MARKS[r.verdict])
                 for r in results
             )
             columns = ("theorem", "closed form", "independent solution", "error", "allowed", "verdict")

@@ -26,10 +26,10 @@ from joma.theory.losses import cross_entropy
 
 @dataclass(frozen=True)
 class Check:
-    """One statement (`said`), the independent solution that it is compared with (`against`), and the allowed error."""
+    """A statement, the independent solution that it is compared with (`against`), and the allowed error."""
 
     theorem: str
-    said: str
+    statement: str
     against: str
     tolerance: float
     error: Callable[[], float]
@@ -40,7 +40,7 @@ class Result:
     """The result of a check, with the measured error."""
 
     theorem: str
-    said: str
+    statement: str
     against: str
     tolerance: float
     error: float
@@ -54,7 +54,7 @@ def verify(progress: Progress = SILENT) -> list[Result]:
         for check in CHECKS:
             error = float(check.error())
             verdict: Verdict = "holds" if error <= check.tolerance else "does not hold"
-            results.append(Result(check.theorem, check.said, check.against, check.tolerance, error, verdict))
+            results.append(Result(check.theorem, check.statement, check.against, check.tolerance, error, verdict))
             work.advance()
     return results
 

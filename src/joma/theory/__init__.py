@@ -1,8 +1,11 @@
 """The five theorems in NumPy and SciPy, float64: closed forms, and the flows that they solve.
 
-`growth` has Theorems 2 and 4, and `bounce` the condition for the entropy's return; `mixture` has Theorem 3, and
-`critical` its critical points; `hierarchy` has Theorem 5. `invariants` is Theorem 1, and `flows` integrates the block
-that they all describe, with the `activations` of its hidden units.
+- `growth`: Theorems 2 and 4; `bounce`: whether and when the entropy of Theorem 4 returns.
+- `mixture`: Theorem 3; `critical`: its critical points.
+- `hierarchy`: Theorem 5.
+- `invariants`: Theorem 1, the prediction and the ledger.
+- `block_flow`: the coupled flow of the block that they all describe, with `activations` and `losses`.
+- `flows`: the reduced flows; `integration`: the integrator of all of them.
 """
 
 from joma import lazy

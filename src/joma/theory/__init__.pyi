@@ -1,8 +1,11 @@
 from . import activations as activations
+from . import block_flow as block_flow
 from . import bounce as bounce
 from . import critical as critical
 from . import flows as flows
 from . import growth as growth
 from . import hierarchy as hierarchy
+from . import integration as integration
 from . import invariants as invariants
+from . import losses as losses
 from . import mixture as mixture
