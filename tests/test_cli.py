@@ -71,7 +71,7 @@ def test_judge_judges_and_draws_what_is_stored(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda path: (path / "config.json").write_text("{"), "config.json is no valid JSON"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json is not valid JSON"),
         (lambda path: (path / "config.json").write_text("{}"), "lacks study, version, config, seeds, preset"),
         (lambda path: (path / "config.json").unlink(), "cannot read"),
         (lambda path: (path / "claims.json").write_text('{"claims": []}'), "lacks wall_time_s, trajectory_sha256"),
@@ -106,7 +106,7 @@ def test_judge_goes_on_beside_a_run_that_is_held(tmp_path, capsys):
     with lock(held):
         code, out, err = joma("judge", tmp_path, "--json", capsys=capsys)
     assert (code, len(json.loads(out))) == (2, 1)
-    assert "held by another process" in err
+    assert "locked by another process" in err
 
 
 def edit(file, before, after):
@@ -193,7 +193,7 @@ def test_a_run_that_another_process_holds_is_exit_2(tmp_path, capsys):
     with lock(Path(json.loads(out)[0]["path"])):
         code, _, err = joma("run", "--out", tmp_path, capsys=capsys)
     assert code == 2
-    assert "held by another process" in err
+    assert "locked by another process" in err
 
 
 def test_a_trajectory_cut_short_is_exit_2_for_run_and_report(tmp_path, capsys):

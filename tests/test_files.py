@@ -6,7 +6,17 @@ import textwrap
 
 import pytest
 
-from joma.files import Held, StorageError, checksum, lock, read_json, write_bytes, write_json, write_text, write_whole
+from joma.files import (
+    FolderLocked,
+    StorageError,
+    checksum,
+    lock,
+    read_json,
+    write_bytes,
+    write_json,
+    write_text,
+    write_whole,
+)
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
@@ -66,7 +76,7 @@ def test_json_refuses_what_is_no_json(tmp_path):
         write_json(tmp_path / "a.json", {"x": float("nan")})
     assert os.listdir(tmp_path) == []
     (tmp_path / "b.json").write_text("{")
-    with pytest.raises(StorageError, match=r"b\.json is no valid JSON"):
+    with pytest.raises(StorageError, match=r"b\.json is not valid JSON"):
         read_json(tmp_path / "b.json")
     with pytest.raises(StorageError, match=r"c\.json: No such file"):
         read_json(tmp_path / "c.json")
@@ -85,11 +95,11 @@ def test_a_lock_is_seen_by_another_process_and_goes_with_its_holder(tmp_path):
     attempt = textwrap.dedent(
         f"""
         import pathlib
-        from joma.files import Held, lock
+        from joma.files import FolderLocked, lock
         try:
             with lock(pathlib.Path({str(tmp_path)!r})):
                 pass
-        except Held:
+        except FolderLocked:
             raise SystemExit(7)
         """
     )
@@ -100,5 +110,5 @@ def test_a_lock_is_seen_by_another_process_and_goes_with_its_holder(tmp_path):
 
 
 def test_a_second_lock_in_one_process_is_refused(tmp_path):
-    with lock(tmp_path), pytest.raises(Held, match="held by another process"), lock(tmp_path):
+    with lock(tmp_path), pytest.raises(FolderLocked, match="locked by another process"), lock(tmp_path):
         pass

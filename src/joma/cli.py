@@ -177,31 +177,32 @@ class ProbeCommand:
 
         text = None if self.text is None else read_text(self.text)
         series = Checkpoints(self.model, revisions=self.revisions or None, pattern=self.pattern)
-        kept, folder = self._folders(text)
-        check_writable(folder)
-        found = probe(series, text=text, store=Store(kept / "measures"), progress=Bars())
-        for table in () if self.json else tables(found.data, found.audit.faults):  # faults before any figure
+        model_folder, result_folder = self._folders(text)
+        check_writable(result_folder)
+        result = probe(series, text=text, store=Store(model_folder / "measures"), progress=Bars())
+        for table in () if self.json else tables(result.data, result.audit.faults):  # faults before any figure
             show(table)
-        save(found.data, found.audit.faults, folder)
+        save(result.data, result.audit.faults, result_folder)
         if self.json:
-            faults = [dataclasses.asdict(fault) for fault in found.audit.faults]
-            emit({**summary(found.data), "faults": faults, "out": folder})
+            faults = [dataclasses.asdict(fault) for fault in result.audit.faults]
+            emit({**summary(result.data), "faults": faults, "out": result_folder})
         else:
-            sys.stdout.write(f"{folder}\n")
-        return CLAIM_FAILED if found.audit.incomplete else DONE
+            sys.stdout.write(f"{result_folder}\n")
+        return CLAIM_FAILED if result.audit.incomplete else DONE
 
     def _folders(self, text: Any) -> tuple[Path, Path]:
-        """Where measures are kept, a folder for each model or series, and the results: there, or of a choice below.
+        """Return the folder of the model or series, where measurements are kept, and the folder of the results.
 
-        Folders of one name in different places have different ones, and so have different choices.
+        They are the same unless revisions, a pattern or a text are chosen: each choice has a subfolder. Local folders
+        of the same name in different places are told apart by a hash of their paths.
         """
         from joma.files import short_hash
 
-        place = Path(self.model).resolve()
-        name = f"{place.name}-{short_hash(str(place), 6)}" if place.is_dir() else self.model.replace("/", "--")
-        chosen = (self.revisions, self.pattern, text)
-        kept = self.out / name
-        return kept, kept if chosen == ((), None, None) else kept / f"of-{short_hash(repr(chosen), 6)}"
+        path = Path(self.model).resolve()
+        name = f"{path.name}-{short_hash(str(path), 6)}" if path.is_dir() else self.model.replace("/", "--")
+        choices = (self.revisions, self.pattern, text)
+        folder = self.out / name
+        return folder, folder if choices == ((), None, None) else folder / f"of-{short_hash(repr(choices), 6)}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all; folders are locked by the operating system; contents have a checksum."""
+"""Write files whole or not at all, lock folders by the operating system, and compute checksums."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MODE = 0o644  # of every file that is written: a temporary file starts as 0o600,
 
 
 class StorageError(OSError):
-    """The file system refuses or a file is not what was written: one line, with the path and the remedy."""
+    """The file system refused, or a file is not what was written; the message has the path and the remedy."""
 
 
-class Held(StorageError):
-    """Another process holds the folder."""
+class FolderLocked(StorageError):
+    """Another process has locked the folder."""
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -58,22 +58,22 @@ def _settle(path: Path) -> None:
 
 
 def storage_error(path: Path, cause: OSError) -> StorageError:
-    """Say in one line what the file system refused and what to do."""
+    """Return an error that says in one line what the file system refused and what to do."""
     if cause.errno in FULL:
         remedy = "free some space or choose another folder with `--out`"
     elif cause.errno == errno.ENOENT:
         remedy = "check the path"
     else:
         remedy = "choose a folder that you may write to with `--out`"
-    number = errno.ENOTDIR if cause.errno == errno.EEXIST else cause.errno  # mkdir's word for a file in the way
+    number = errno.ENOTDIR if cause.errno == errno.EEXIST else cause.errno  # what mkdir reports if a file has that name
     return StorageError(f"cannot write {path}: {os.strerror(number) if number else cause}; {remedy}.")
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that could not be made or written to, before any work is done for it."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise storage_error(folder, OSError(errno.EACCES if there.is_dir() else errno.ENOTDIR, "refused"))
+    """Raise `StorageError` if the folder cannot be made or written to, before any work is done for it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise storage_error(folder, OSError(errno.EACCES if existing.is_dir() else errno.ENOTDIR, "refused"))
 
 
 def write_bytes(path: Path, content: bytes | bytearray | memoryview) -> None:
@@ -99,25 +99,25 @@ def read_json(path: Path) -> Any:
         reason = os.strerror(cause.errno) if cause.errno else cause
         raise StorageError(f"cannot read {path}: {reason}; check the path.") from None
     except ValueError as cause:
-        raise StorageError(f"{path} is no valid JSON ({cause}); delete its folder to run it again.") from None
+        raise StorageError(f"{path} is not valid JSON ({cause}); delete its folder to run it again.") from None
 
 
 def short_hash(text: str, letters: int) -> str:
-    """The first letters of a text's SHA-256, in hexadecimal: a name that tells texts apart."""
+    """Return the first letters of a text's SHA-256 in hexadecimal, as a name that tells texts apart."""
     return hashlib.sha256(text.encode()).hexdigest()[:letters]
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Hold `folder` for this process; raise `Held` at once if another does.
+    """Lock `folder` for this process, or raise `FolderLocked` at once if another process has locked it.
 
-    The lock is the kernel's, on the folder itself: it goes with the process, however that ends, and leaves no file.
+    The lock is the kernel's, on the folder itself: it ends with the process, however that ends, and leaves no file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,9 @@ def lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Held(f"{folder} is held by another process; wait for it or choose another folder.") from None
+            raise FolderLocked(
+                f"{folder} is locked by another process; wait for it or choose another folder."
+            ) from None
         yield
     finally:
         os.close(handle)

@@ -74,9 +74,10 @@ def _problem(attention: str, activation: str) -> tuple[BlockFlow, BlockSolution]
 
 def _conserved(attention: str, activation: str) -> float:
     flow, path = _problem(attention, activation)
-    kept = invariants.conserved(attention, path.v, path.z, rate_w=flow.training.rate_w, rate_z=flow.training.rate_z)
-    moved = np.abs(path.z - path.z[0]).max()
-    return float(np.abs(kept - kept[0]).max() / max(moved, np.abs(kept[0]).max()))
+    rates = {"rate_w": flow.training.rate_w, "rate_z": flow.training.rate_z}
+    conserved = invariants.conserved(attention, path.v, path.z, **rates)
+    scale = max(np.abs(path.z - path.z[0]).max(), np.abs(conserved[0]).max())
+    return float(np.abs(conserved - conserved[0]).max() / scale)
 
 
 def _ledger() -> float:

@@ -8,7 +8,7 @@ import pytest
 import toy_study
 from joma import open_run
 from joma.arguments import InputError
-from joma.files import Held, StorageError, lock
+from joma.files import FolderLocked, StorageError, lock
 from joma.runs import Description, StoredClaims, find_runs, read_claims, write_claims, write_trajectory
 from joma.study import at_least, execute, judge
 from toy_study import STUDY, Config
@@ -130,7 +130,7 @@ def test_a_run_of_another_version_is_not_judged(tmp_path):
     with pytest.raises(StorageError, match=r"version 1, where toy, version 2 is judged; run it again"):
         judge(dataclasses.replace(STUDY, version=2), path)
     assert (path / "claims.json").read_bytes() == before
-    with lock(path), pytest.raises(Held):
+    with lock(path), pytest.raises(FolderLocked):
         judge(STUDY, path)
 
 
@@ -214,7 +214,7 @@ def test_the_folder_of_one_study_is_no_place_for_another(tmp_path):
 
 def test_another_process_that_holds_the_run_is_named(tmp_path):
     path = execute(STUDY, out=tmp_path).path
-    with lock(path), pytest.raises(Held, match=str(path)):
+    with lock(path), pytest.raises(FolderLocked, match=str(path)):
         execute(STUDY, out=tmp_path)
 
 

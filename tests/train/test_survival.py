@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from joma import open_run
-from joma.files import Held, StorageError
+from joma.files import FolderLocked, StorageError
 from joma.train import Optimiser, Record, Saving, fit
 from joma.train.checkpoint import CheckpointStore, DamagedCheckpoint
 
@@ -55,7 +55,7 @@ def trained(
 ):
     """Train two seeds, saving in `folder` (None: nowhere); `record` has further options of `Record`."""
     model = Numbers(values, more)
-    options = {"optimiser": Optimiser("adam", 0.1), "steps": 20, **given}
+    options = {"optimiser": Optimiser("adam", 0.1), "steps": 20, **options}
     measures = Record(lambda m, _: {"p": m.p}, dims={"p": ("token",)}, **dict(record))
     saving = None if folder is None else Saving(folder, save, min_seconds)
     run = fit(model, loss, record=measures, saving=saving, **options)
@@ -195,7 +195,7 @@ def test_other_moments_to_record_are_fine_while_they_are_still_to_come(tmp_path)
 
 def test_a_folder_is_held_while_it_is_written_to(tmp_path):
     def loss(model, now):
-        with pytest.raises(Held):
+        with pytest.raises(FolderLocked):
             trained(tmp_path)
         return quadratic(model, now)
 
