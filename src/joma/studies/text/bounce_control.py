@@ -305,7 +305,7 @@ STUDY = Study(
         "Student's one-sided bounds on their mean. Where W_Q and W_K alone are held, embeddings and what lower layers "
         "write still move attention, and its entropy can recover by them; the claims `prevented` say how much of it "
         "does. Where the weights are held, queries and keys come from a copy of the model that stands still and reads "
-        "the same text. FolderLocked parameters are left out of the gradient's norm when it is clipped. The minimum is the "
+        "the same text. Held parameters are left out of the gradient's norm when it is clipped. The minimum is the "
         "least of the recorded points, noise included; where it is near the end, holding changes little. At the preset "
         "paper the arm `frozen`, W_Q and W_K held from the start, shows what training attention is worth at all."
     ),
