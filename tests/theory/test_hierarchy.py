@@ -332,7 +332,7 @@ def test_bad_root_arguments_are_named(change, words):
         ({"p_child": [0.5, 0.5]}, ["`p_child`", "2-dimensional"]),
         ({"p_child": [[0.5, 0.5, 0.5]]}, ["`p_child`", "2 classes"]),
         ({"p_child": [[0.5, 1.5]]}, ["`p_child`", "[-1, 1]"]),
-        ({"p_child": [[1.0, 1.0]], "rho": 1.0}, ["`p_child`", "every token occurs", "2 that cannot"]),
+        ({"p_child": [[1.0, 1.0]], "rho": 1.0}, ["`p_child`", "every token occurs", "2 tokens that cannot"]),
         ({"rho": 1.01}, ["`rho`", "[0, 1]", "1.01"]),
         ({"rho": [0.5, 0.6]}, ["`rho`", "0-dimensional"]),
         ({"rho": np.nan}, ["`rho`", "NaN"]),

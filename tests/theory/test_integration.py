@@ -87,7 +87,10 @@ def test_an_unrounded_kink_stops_every_method(method):
         (lambda: Solver(method="Euler"), "`method` must be one of DOP853"),
         (lambda: Solver(rtol=0.0), "`rtol` must be above 0"),
         (lambda: Solver(switch_after=0), "`switch_after` must be a whole number of at least 1"),
-        (lambda: integrate(lambda _, y: y[:1], [1.0, 2.0], 1.0), "`rhs` must be a function to arrays of shape .2,."),
+        (
+            lambda: integrate(lambda _, y: y[:1], [1.0, 2.0], 1.0),
+            "`rhs` must be a function that returns arrays of shape .2,.",
+        ),
         (lambda: integrate(lambda _, y: y / 0 * 0, np.ones(2), 1.0), "`rhs` must be finite at the start"),
         (lambda: integrate(lambda _, y: y, 1e9, 1.0, Solver(bound=1e3)), "`y0` must be below `bound`"),
     ],

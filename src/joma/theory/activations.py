@@ -126,16 +126,17 @@ def named(activation: str | Activation) -> Activation:
 def smoothed(activation: str | Activation, width: ArrayLike) -> Activation:
     """Return the activation with each kink rounded over `width`, so that an integrator does not stall there.
 
-    A jump J of the slope at k is a term J·relu(y − k), and that term is convolved with a normal law of that width:
+    A jump J of the slope at k is a term J·relu(y − k). It is convolved with a normal density of standard deviation w:
 
         relu(u) → u Φ(u/w) + w ϕ(u/w),    1(u > 0) → Φ(u/w)
 
-    For piecewise linear activations (ReLU, leaky ReLU) the result is φ convolved with that law. It differs from φ by at
-    most |J| w/√(2π), at the kink, and not at all 40 widths away. Smooth activations are returned as they are.
+    For piecewise linear activations (ReLU, leaky ReLU) the result is φ convolved with that density. It differs from φ
+    by at most |J| w/√(2π), at the kink, and equals φ beyond 40 widths from it. Smooth activations are returned
+    unchanged.
 
     Args:
         activation: a name of `ACTIVATIONS`, or an `Activation`.
-        width: standard deviation w > 0 of the normal law, in units of the preactivation.
+        width: standard deviation w > 0 of the normal density, in units of the preactivation.
 
     Returns:
         An `Activation` without kinks.

@@ -46,7 +46,7 @@ class Training:
         rate_w: η_w, learning rate of the lower weights.
         rate_z: η_z, learning rate of the attention logits; 0 freezes them.
         rate_bias: learning rate of the hidden biases; 0 freezes them.
-        weight_decay: of all parameters, each at its own learning rate (breaks Theorem 1).
+        weight_decay: weight decay of all parameters, multiplied by the learning rate of each (breaks Theorem 1).
     """
 
     rate_w: float = 1.0
@@ -55,7 +55,7 @@ class Training:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the rates where they are written."""
+        """Check the rates when the object is created."""
         scalar("rate_w", self.rate_w, above=0.0)
         for name in ("rate_z", "rate_bias", "weight_decay"):
             scalar(name, getattr(self, name), low=0.0)
@@ -68,7 +68,7 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """What stands around the attention and the activation of the block.
+    """The options of the block besides its attention and its activation.
 
     Attributes:
         temperature: T of softmax attention.
@@ -76,9 +76,9 @@ class Architecture:
         embedding: U = [U_C, u_1, ...], [dim, token + query]; the identity by default. Columns that are not orthonormal
             break Theorem 1.
         layer_norm: whether f is normalised before the lower weights (breaks Theorem 1).
-        skip: a fixed matrix [dim, hidden] through which the loss sees f past the lower weights (breaks Theorem 1).
+        skip: a fixed matrix [dim, hidden] that adds skipᵀf to the hidden units that the loss sees (breaks Theorem 1).
         kink_width: width over which the kinks of the activation are rounded, in units of the preactivation; the
-            solution is off by about as much.
+            error of the solution is about as large.
     """
 
     temperature: float = 1.0
@@ -93,7 +93,7 @@ DEFAULT_TRAINING, DEFAULT_ARCHITECTURE = Training(), Architecture()
 
 
 class Velocity(NamedTuple):
-    """Time derivatives of the block's state, with what the ledger needs: E[b] and E[b (b · ∂(−loss)/∂b)]."""
+    """Time derivatives of the block's state, and two averages for the ledger: E[b] and E[b (b · ∂(−loss)/∂b)]."""
 
     w: np.ndarray
     z: np.ndarray
@@ -127,13 +127,13 @@ class _Start(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockFlow:
-    """The coupled flow of the block's lower weights, attention logits and hidden biases; `block` makes one.
+    """The coupled flow of the block's lower weights, attention logits and hidden biases; create it with `block`.
 
         f = U_C b(z_q, x) + u_q,    h = φ(wᵀf + bias),    y = −∂loss/∂b = U_Cᵀ Σ_k g_k h'_k w_k
 
         ẇ_k = η_w E[g_k h'_k f],    ż_m = η_z E[1(q = m) (∂b/∂z)ᵀ y],    biaṡ_k = η_bias E[g_k h'_k]
 
-    The weights w live in the embedding space, so that whatever breaks Theorem 1 has its place in the formula:
+    The weights w live in the embedding space, where each option that breaks Theorem 1 changes one term:
     `layer_norm` puts LayerNorm(f) before w, `skip` lets the loss see h + skipᵀf, an `embedding` whose columns are not
     orthonormal mixes tokens, and `weight_decay` shrinks w, z and bias at their own learning rates.
     """
@@ -201,17 +201,17 @@ class BlockFlow:
             z0: attention logits at the start, [query, token].
             bias0: hidden biases at the start.
             b_ref: reference of softmax's ledger, [token]; `flow.b_ref` by default.
-            solver: method and tolerances; the method is LSODA for activations with kinks, and DOP853 for others, unless
-                it is given.
+            solver: method and tolerances; if it names no method, LSODA is used for activations with kinks, and DOP853
+                for the others.
         """
-        start, fixed = self._start(w0, z0, bias0), self._reference(b_ref)
-        no_ledger = np.zeros(len(fixed))
+        start, ledger_reference = self._start(w0, z0, bias0), self._reference(b_ref)
+        no_ledger = np.zeros(len(ledger_reference))
         shapes = [part.shape for part in (*start, no_ledger, no_ledger)]
 
         def rhs(_: float, state: np.ndarray) -> np.ndarray:
             w, z, bias, _drift, _gap = _unpack(state, shapes)
             velocity = self.velocity(w, z, bias)
-            return _pack(velocity.w, velocity.z, velocity.bias, *self._ledger_rates(w, velocity, fixed))
+            return _pack(velocity.w, velocity.z, velocity.bias, *self._ledger_rates(w, velocity, ledger_reference))
 
         solution = integrate(rhs, _pack(*start, no_ledger, no_ledger), times, self._solver(solver))
         return self._solution(solution, _unpack(solution.states, shapes))
@@ -229,11 +229,11 @@ class BlockFlow:
 
             v̇ = η_w E[g h' x] ∘ exp(z0 + (κ/2)(Σ_k v_k² − Σ_k v0_k²))
 
-        The same solution as `solve` for exp attention and one query, unless an option breaks the law. The arguments
-        are those of `solve`.
+        For exp attention and one query the solution equals that of `solve`, unless an option breaks Theorem 1. The
+        arguments are those of `solve`.
         """
         if self.attention.name != "exp":
-            raise InputError("attention", "exp, to be folded in", repr(self.attention.name), "use `solve`")
+            raise InputError("attention", "'exp' for the folded flow", repr(self.attention.name), "use `solve`")
         start = self._start(w0, z0, bias0)
         if len(start.z) != 1:
             remedy = "only the sum over queries is fixed: use `solve`"
@@ -267,17 +267,17 @@ class BlockFlow:
         if self.skip is not None and self.skip.shape != w.shape:
             raise InputError("w0", f"of the shape of `skip`, {self.skip.shape}", w.shape, "match the two")
         if bias.shape not in ((), (hidden,)):
-            raise InputError("bias0", f"one number or {hidden}", f"shape {bias.shape}", "give one for each hidden unit")
+            raise InputError("bias0", f"one number, or one for each of {hidden} hidden units", bias.shape, "match `w0`")
         shape = np.shape(self.gradient(np.zeros((len(self.x), hidden))))
         if shape != (len(self.x), hidden):
             raise InputError("gradient", f"[sample, hidden] of shape {(len(self.x), hidden)}", shape, "match `x`, `w0`")
         return _Start(w, z, np.broadcast_to(bias, (hidden,)))
 
     def _reference(self, b_ref: ArrayLike | None) -> Token:
-        fixed = self.b_ref if b_ref is None else probabilities("b_ref", b_ref, ndim=1)
-        if fixed.shape != self.b_ref.shape:
-            raise InputError("b_ref", f"of {len(self.b_ref)} tokens", fixed.shape, "match `x`")
-        return fixed
+        checked = self.b_ref if b_ref is None else probabilities("b_ref", b_ref, ndim=1)
+        if checked.shape != self.b_ref.shape:
+            raise InputError("b_ref", f"of {len(self.b_ref)} tokens", checked.shape, "match `x`")
+        return checked
 
     def _ledger_rates(self, w: Weight, velocity: Velocity, b_ref: Token) -> tuple[Token, Token]:
         if not self.attention.normalised:
@@ -316,13 +316,13 @@ def block(
     Args:
         attention: a name of `invariants.ATTENTIONS`.
         activation: a name of `activations.ACTIVATIONS`, or an `Activation`.
-        gradient: g = −∂loss/∂h, a function of h to an array, both [sample, hidden]: `losses.constant`,
+        gradient: g = −∂loss/∂h, a function from h to g, both [sample, hidden]: `losses.constant`,
             `losses.cross_entropy`, `losses.squared_error`, or your own.
         x: token frequencies of each sample, [sample, token].
         query: the query token of each sample, counted from 0.
         weight: probability of each sample; equal ones by default.
         training: learning rates and weight decay.
-        architecture: temperature, residual connection, embedding, and what else stands around the block.
+        architecture: temperature, residual connection, embedding, and the other options of `Architecture`.
 
     Returns:
         A `BlockFlow`.
@@ -363,7 +363,7 @@ def block(
 def _queries(query: ArrayLike, samples: int) -> Int[np.ndarray, " sample"]:
     index = real("query", query, low=0.0)
     if index.shape not in ((), (samples,)) or (index != np.round(index)).any():
-        raise InputError("query", f"one whole number or {samples}", repr(query), "give one for each sample")
+        raise InputError("query", f"one whole number, or one for each of {samples} samples", repr(query), "match `x`")
     return np.broadcast_to(index, (samples,)).astype(np.int64)
 
 

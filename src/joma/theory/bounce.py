@@ -34,14 +34,16 @@ from joma.theory.inversion import Table
 
 # After this many e-foldings the slowest gap is below the smallest double; a later bounce counts as none.
 _VANISHED = 740.0
-_LATE = np.append(np.linspace(0, 40, 400), np.linspace(40, _VANISHED, 300)[1:])[1:]  # e-foldings after the last time
-_BETWEEN = 4
+_LATE_EFOLDINGS = np.append(np.linspace(0, 40, 400), np.linspace(40, _VANISHED, 300)[1:])[
+    1:
+]  # after the last time of the grid
+_SUBDIVISIONS = 4  # of each interval of the grid
 
 
 class Bounce(NamedTuple):
     """The least entropy along a solution of Theorem 4; the fields have the leading axes of the components."""
 
-    time: np.ndarray  # of the least entropy; inf if it is the limit
+    time: np.ndarray  # of the least entropy; inf if the limit is the least
     start: np.ndarray
     least: np.ndarray
     limit: np.ndarray
@@ -66,7 +68,7 @@ def entropy_bounce(mu: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float | 
     """
     centre, start = _rows(mu, v0, 2.0 if temperature is None else temperature)
     rows = zip(*map(_flat, (centre, start)), strict=True)
-    bounces = [_row(row_mu, row_v0, normalised=temperature is not None) for row_mu, row_v0 in rows]
+    bounces = [_row_bounce(row_mu, row_v0, normalised=temperature is not None) for row_mu, row_v0 in rows]
     return Bounce(*(np.array(field).reshape(centre.shape[:-1]) for field in zip(*bounces, strict=True)))
 
 
@@ -93,7 +95,7 @@ def final_trend(mu: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float = 2.0
 
 
 def _rows(mu: ArrayLike, v0: ArrayLike, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return centres and starts in the scaled weights, of one shape with at least one axis."""
+    """Return the scaled centres and starts, broadcast to one shape with at least one axis."""
     factor = inversion.stretch(temperature)
     centre, start = inversion.components(mu, v0, factor, largest=inversion.LARGEST_NORMALISED)
     if centre.ndim == 0:
@@ -105,7 +107,7 @@ def _flat(rows: np.ndarray) -> np.ndarray:
     return rows.reshape(-1, rows.shape[-1])
 
 
-def _row(
+def _row_bounce(
     mu: Float[np.ndarray, " token"], v0: Float[np.ndarray, " token"], *, normalised: bool
 ) -> tuple[float, float, float, float, float]:
     """Return the fields of a `Bounce` for one row: compare the start, every minimum in between, and the limit."""
@@ -129,7 +131,7 @@ def _minima(table: Table) -> Float[np.ndarray, "2 time"]:
     if not moving.any():
         return np.empty((2, 0))
     times = _refined(inversion.grid([table]))
-    late = times[0, -1] + _LATE / table.rate[moving].min()
+    late = times[0, -1] + _LATE_EFOLDINGS / table.rate[moving].min()
     times = np.concatenate([times, [late, np.zeros_like(late)]], axis=1)
     slope = _slope(table, times)
     times, slope = times[:, slope != 0], slope[slope != 0]
@@ -139,10 +141,12 @@ def _minima(table: Table) -> Float[np.ndarray, "2 time"]:
 
 
 def _refined(times: Float[np.ndarray, "2 time"]) -> Float[np.ndarray, "2 finer"]:
-    """Insert times in between: entropy may turn twice while no component moves by much."""
+    """Divide every interval: entropy may turn twice while no component moves by much."""
     step = np.diff(times, axis=1).sum(axis=0)
-    between = [times[:, :-1] + [np.zeros_like(step), share * step] for share in np.arange(_BETWEEN) / _BETWEEN]
-    return np.concatenate([np.stack(between, axis=-1).reshape(2, -1), times[:, -1:]], axis=1)
+    points = [
+        times[:, :-1] + [np.zeros_like(step), fraction * step] for fraction in np.arange(_SUBDIVISIONS) / _SUBDIVISIONS
+    ]
+    return np.concatenate([np.stack(points, axis=-1).reshape(2, -1), times[:, -1:]], axis=1)
 
 
 def _turn(table: Table, low: Float[np.ndarray, " 2"], high: Float[np.ndarray, " 2"]) -> tuple[float, float]:
@@ -154,7 +158,7 @@ def _turn(table: Table, low: Float[np.ndarray, " 2"], high: Float[np.ndarray, " 
 
 
 def _slope(table: Table, tau: Float[np.ndarray, "2 time"]) -> Float[np.ndarray, " time"]:
-    """Return dH/dτ divided by the largest gap and by the partition function, which do not change its sign."""
+    """Return dH/dτ divided by the largest gap and by the partition function, neither of which changes its sign."""
     slope = np.empty_like(tau[0])
     for part, u, drop in inversion.chunks(table, *tau):
         log_gap = _log_gap(table, drop)
@@ -190,7 +194,7 @@ def _attention(u: Float[np.ndarray, "*batch token"]) -> tuple[np.ndarray, np.nda
 def _trend(mu: Float[np.ndarray, " token"], v0: Float[np.ndarray, " token"]) -> float:
     moving = mu != v0
     if (np.abs(mu) == np.abs(mu[0])).all():
-        # The limit is uniform attention, the largest entropy: entropy rises to it, or is there all the time.
+        # The limit is uniform attention, the largest entropy: entropy rises to it, or is constant.
         mirrored = v0 * np.sign(mu) if mu[0] else np.abs(v0)
         return float((mirrored != mirrored[0]).any())
     rate = np.where(moving, np.where(mu == 0, 2.0, np.exp(mu**2 / 2)), np.inf)

@@ -38,7 +38,7 @@ def jacobian(unit: Unit, v: ArrayLike) -> np.ndarray:
 def linearised(
     unit: Unit, v: Float[np.ndarray, "*batch token"]
 ) -> tuple[Float[np.ndarray, "*batch token"], Float[np.ndarray, "*batch token token"]]:
-    """Return v̇ and its Jacobian, unchecked: both need the same moments.
+    """Return v̇ and its Jacobian together, since both need the same moments; `v` is not checked.
 
     >>> linearised(Unit.of("linear", [[1.0, 0.0]], [1.0]), np.ones(2))[0]
     array([1., 0.])
@@ -53,8 +53,8 @@ def linearised(
     return (a * slope) @ unit.centres + across * v, between + mixed + mixed.mT + axial + isotropic
 
 
-# Each takes v, the drive, its Jacobian, λ and the radius. It returns a field whose roots are the critical points,
-# and the Jacobian of that field.
+# Each of the next three functions takes v, the drive, its Jacobian, λ and the radius. It returns a field whose roots
+# are the critical points, and the Jacobian of that field.
 def _plain(_v: Values, drive: Values, jacobian: Values, _decay: float, _radius: float) -> tuple[Values, Values]:
     return drive, jacobian
 
@@ -134,7 +134,7 @@ class _Problem:
     def climbed(
         self, v: Float[np.ndarray, "start axis"], sign: float, steps: int = 40
     ) -> Float[np.ndarray, "start axis"]:
-        """Follow the flow (`sign` 1) or go against it (−1), by steps that grow while the objective rises or falls."""
+        """Follow the flow (`sign` 1) or its reverse (−1), with steps that grow while the objective improves."""
         value, step = self.value(v), np.full((len(v), 1), 0.1)
         for _ in range(steps):
             velocity = FLOWS[self.flow](self.unit.drive(v), v, self.decay)
@@ -154,11 +154,15 @@ class _Problem:
         return mean - self.decay / 2 * (v**2).sum(-1) if self.flow == "decayed" else mean
 
     def relative(self, v: Float[np.ndarray, "point axis"]) -> Float[np.ndarray, " point"]:
-        """Return the field relative to the terms that cancel in it: a dead unit, where all are tiny, is no root."""
+        """Return ‖field‖ relative to the terms that cancel in it.
+
+        Where all terms are tiny (a dead unit) the result is infinite, so that the point does not count as a root.
+        """
         slope, tilt = self.unit.moments.slopes(*self.unit.seen(v))
         terms = np.abs(slope) * np.linalg.norm(self.unit.centres, axis=-1) + self.unit.sigma * np.abs(tilt)
         size, residual = terms @ np.abs(self.unit.weights), np.linalg.norm(self.field(v)[0], axis=-1)
-        return np.divide(residual, size, out=np.full(len(v), np.inf), where=size > 1e-100)  # norms square: no underflow
+        # Far below 1e-100 the squares inside a norm underflow.
+        return np.divide(residual, size, out=np.full(len(v), np.inf), where=size > 1e-100)
 
     def describe(self, v: Float[np.ndarray, "point token"]) -> CriticalPoints:
         order = np.argsort(-self.value(v), kind="stable")
@@ -185,24 +189,25 @@ def _kind(eigenvalues: Float[np.ndarray, " eigenvalue"]) -> str:
 
 
 def _span_and_normal(centres: Float[np.ndarray, "component token"]) -> Float[np.ndarray, "token axis"]:
+    """Return an orthonormal basis of the span of the centres and, if there is one, of a direction orthogonal to it."""
     _, sizes, axes = np.linalg.svd(centres)
     rank = int((sizes > 1e-10 * sizes.max(initial=1e-300)).sum())
     return axes[: rank + 1].T
 
 
 def _distinct(points: Float[np.ndarray, "point axis"]) -> Float[np.ndarray, "distinct axis"]:
-    kept: list[np.ndarray] = []
+    distinct: list[np.ndarray] = []
     for point in points:
-        if all(np.linalg.norm(point - other) > 1e-5 * np.linalg.norm(point) for other in kept):
-            kept.append(point)
-    return np.array(kept).reshape(-1, points.shape[1])
+        if all(np.linalg.norm(point - other) > 1e-5 * np.linalg.norm(point) for other in distinct):
+            distinct.append(point)
+    return np.array(distinct).reshape(-1, points.shape[1])
 
 
 def _descend(field: Callable[[Values], tuple[Values, Values]], v: Starts, steps: int = 60) -> Starts:
     """Minimise ‖field‖² by Levenberg–Marquardt from all starts at once; a start that stops moving leaves the batch."""
     g, jacobian = field(v)
     v, damping, moving = v.copy(), np.full(len(v), 1e-2), np.ones(len(v), dtype=bool)
-    tiny = 1e-6 * np.linalg.norm(v, axis=-1).min()  # zero is not a point of these flows, but decay leads there
+    tiny = 1e-6 * np.linalg.norm(v, axis=-1).min()  # the flows are undefined at v = 0, but decay leads towards it
     for _ in range(steps):
         j, norm = jacobian[moving], np.linalg.norm(v[moving], axis=-1)
         normal = j.mT @ j
@@ -213,12 +218,12 @@ def _descend(field: Callable[[Values], tuple[Values, Values]], v: Starts, steps:
         step *= np.minimum(1.0, 0.9 * norm / np.maximum(length, 1e-300))[:, None]
         trial_g, trial_jacobian = field(v[moving] + step)
         better = np.linalg.norm(trial_g, axis=-1) < np.linalg.norm(g[moving], axis=-1)
-        at = np.flatnonzero(moving)
-        v[at[better]] += step[better]
-        g[at[better]], jacobian[at[better]] = trial_g[better], trial_jacobian[better]
-        damping[at] = np.maximum(damping[at] * np.where(better, 0.1, 8.0), 1e-12)
-        vanished = np.linalg.norm(v[at], axis=-1) < tiny
-        moving[at] = (better | (length > 1e-9 * norm)) & (damping[at] < 1e8) & ~vanished
+        active = np.flatnonzero(moving)
+        v[active[better]] += step[better]
+        g[active[better]], jacobian[active[better]] = trial_g[better], trial_jacobian[better]
+        damping[active] = np.maximum(damping[active] * np.where(better, 0.1, 8.0), 1e-12)
+        vanished = np.linalg.norm(v[active], axis=-1) < tiny
+        moving[active] = (better | (length > 1e-9 * norm)) & (damping[active] < 1e8) & ~vanished
         if not moving.any():
             break
     return v
@@ -237,15 +242,15 @@ def critical_points(
 
     Levenberg–Marquardt runs from `starts` random starts at once, in the span of the centres and one direction
     orthogonal to it; two thirds of the starts are first moved up or down the objective. Points whose relative residual
-    is below 1e-9 are kept, once each. The search may miss points: on the sphere compare the Euler characteristic,
-    Σ (−1)^(unstable directions) = 1 + (−1)^(tokens − 1), where none is degenerate.
+    is below 1e-9 are kept, once each. The search may miss points. On the sphere, if none is degenerate, the
+    Euler characteristic is a check: Σ (−1)^(unstable directions) = 1 + (−1)^(tokens − 1).
 
     Args:
         unit: from `Unit.of`.
         generator: draws the starts.
         flow: `plain`, `sphere` (‖v‖ fixed at `radius`) or `decayed` (−λv).
         decay: λ > 0 of the decayed flow.
-        radius: of the sphere.
+        radius: radius of the sphere.
         starts: number of random starts.
 
     Returns:

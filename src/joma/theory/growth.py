@@ -5,8 +5,8 @@ independently of the others. With a `linear` activation the most salient token b
 takes all). With a `nonlinear` one every weight converges to its own centre, the largest first, so that attention is
 sparse for a while and then dense again.
 
-Results have the shape `times.shape + broadcast(parameters, v0).shape`. The functions of the contract accept the former
-name `t` for `times` too.
+Results have the shape `times.shape + broadcast(parameters, v0).shape`. `linear`, `nonlinear` and `softmax_nonlinear`
+also accept `t`, the former name of `times`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def linear(
     """
     times = real("times", times, low=0.0)
     race = _race(delta, v0, z0, kappa, rate_w)
-    return _run(race, times.reshape(times.shape + (1,) * race.v0.ndim))
+    return _race_weights(race, times.reshape(times.shape + (1,) * race.v0.ndim))
 
 
 def blow_up_time(
@@ -90,7 +90,7 @@ def linear_limit(
     kappa: ArrayLike = 1.0,
     rate_w: ArrayLike = 1.0,
 ) -> np.ndarray:
-    """Return the weights at the moment when the winner, the first component to blow up, does so (Theorem 2).
+    """Return the weights at the first blow-up, that of the winner (Theorem 2).
 
         v_l = √(2/κ) erf⁻¹( erf(√(κ/2) v0_l) + √(2κ/π) D_l t* ),    t* = min over the last axis of the blow-up times
 
@@ -99,13 +99,13 @@ def linear_limit(
         v0, z0, kappa, rate_w: as in `linear`.
 
     Returns:
-        The limits; ±inf for the winner and for those that tie with it, and v0 where no component grows.
+        The limits; ±inf for the winner and for every component that ties with it, and v0 where no component grows.
 
     >>> linear_limit([0.9, 0.7, 0.5, -0.3, 0.1]).round(5)
     array([    inf,  1.22064,  0.76471, -0.43073,  0.13971])
     """
     race = _race(delta, v0, z0, kappa, rate_w)
-    return _run(race, race.blow_up.min(axis=-1, keepdims=True) if race.blow_up.ndim else race.blow_up)
+    return _race_weights(race, race.blow_up.min(axis=-1, keepdims=True) if race.blow_up.ndim else race.blow_up)
 
 
 class _Race(NamedTuple):
@@ -136,8 +136,8 @@ def _race(delta: ArrayLike, v0: ArrayLike, z0: ArrayLike | None, kappa: ArrayLik
     return _Race(*(np.broadcast_to(part, shape) for part in (start, sign, scale, blow_up)))
 
 
-def _run(race: _Race, t: Float[np.ndarray, ...]) -> np.ndarray:
-    """Solve erfc(x) = erfc(x0) (1 − t/t*) for x, and return v."""
+def _race_weights(race: _Race, t: Float[np.ndarray, ...]) -> np.ndarray:
+    """Return the weights at the times `t`, from the solution x of erfc(x) = erfc(x0) (1 − t/t*)."""
     v0, sign, scale, blow_up = race
     x0 = sign * scale * v0
     with np.errstate(divide="ignore", invalid="ignore", under="ignore"):
@@ -193,7 +193,7 @@ def linear_attention(
 
 @old_names(t="times")
 def nonlinear(mu: ArrayLike, times: ArrayLike, v0: ArrayLike = 0.05) -> np.ndarray:
-    """Return the weights near a centre μ, with attention folded in, at the given times (Theorem 4).
+    """Return the weights as they converge to their centres μ, with attention folded in (Theorem 4).
 
         v̇ = (μ − v) exp(v²/2),    t = ∫_{v0}^{v} exp(−s²/2)/(μ − s) ds
 
@@ -222,9 +222,10 @@ def nonlinear(mu: ArrayLike, times: ArrayLike, v0: ArrayLike = 0.05) -> np.ndarr
 
 
 def nonlinear_log_gap(mu: ArrayLike, times: ArrayLike, v0: ArrayLike = 0.05) -> np.ndarray:
-    """Return ln|δ| of the relative gap δ = 1 − v/μ (Theorem 4), also when v equals μ in double precision.
+    """Return ln|δ| of the relative gap δ = 1 − v/μ (Theorem 4), accurate even where v rounds to μ.
 
-    Late, ln|δ| is a constant − t exp(μ²/2): ratios between components tend to `convergence_ratio`, at the rate 1/t.
+    For large t, ln|δ| is a constant minus t exp(μ²/2). Its ratio between two components tends to `convergence_ratio`,
+    with an error of order 1/t.
 
     Args:
         mu: centre μ of each component, not 0; |μ| ≤ 37.
@@ -243,10 +244,10 @@ def nonlinear_log_gap(mu: ArrayLike, times: ArrayLike, v0: ArrayLike = 0.05) -> 
         raise InputError("mu", "free of zeros", "0", "take v itself, the gap to 0, from `nonlinear`")
     log_gap = np.empty((times.size, centre.size))
     with np.errstate(divide="ignore"):
-        first = (np.log(np.abs(centre - start)) - np.log(np.abs(centre))).ravel()
+        start_log_gap = (np.log(np.abs(centre - start)) - np.log(np.abs(centre))).ravel()
     for block, table in inversion.pieces(centre.ravel(), start.ravel(), times.size):
         for part, _, drop in inversion.chunks(table, times.ravel()):
-            log_gap[part, block] = first[block] - drop
+            log_gap[part, block] = start_log_gap[block] - drop
     return log_gap.reshape(times.shape + centre.shape)
 
 

@@ -43,7 +43,7 @@ def cooccurrence(
         complement: `rho` and `rho0` are given as 1 − ρ and 1 − ρ_0. Near 1 this is the only accurate way to state them:
             at 1 − ρ = 1e-12, rounding ρ to a float64 already changes 1 − ρ by up to 5e-5 of itself.
 
-    Returns: the probability. At ρ = ρ_0 = 1 no token ever occurs and it is 0/0: an error; see `cooccurrence_limit`.
+    Returns: the probability. At ρ = ρ_0 = 1 no token ever occurs: it is 0/0, an error; use `cooccurrence_limit`.
 
     >>> cooccurrence([1, 2, 3], depth=4, rho=0.9, rho0=0.5)
     array([0.850..., 0.729..., 0.631...])
@@ -63,7 +63,7 @@ def cooccurrence_limit(height: ArrayLike, depth: ArrayLike, c: ArrayLike) -> Flo
     Args (they broadcast):
         height, depth: H and L, 1 ≤ H ≤ L − 1.
         c: how much faster ρ tends to 1 than ρ_0, from 0 to infinity; 1 (that is ρ_0 = ρ) gives `1 − H/L`, and 0 (ρ_0
-            first) gives `1 − H/(L−1)`.
+            tends to 1 faster) gives `1 − H/(L−1)`.
 
     Returns: the limit.
 
@@ -154,9 +154,7 @@ def marginals(parents: ArrayLike, p0: ArrayLike, p_child: ArrayLike, rho: ArrayL
 def common_depth(parents: ArrayLike) -> Int[np.ndarray, "token token"]:
     """Return the depth of the lowest common ancestor of every pair of tokens; 0 is the root.
 
-    The diagonal has the depth of each token.
-
-    With all tokens at depth L, `H = L − common_depth(parents)`.
+    The diagonal has the depth of each token. With all tokens at depth L, `H = L − common_depth(parents)`.
 
     Args:
         parents: the tree, see the module's docstring.
@@ -313,7 +311,7 @@ def _posterior(
 def _occurring(name: str, chance: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
     if (chance == 0).any():
         remedy = "a token that never occurs has no co-occurrence; lower `rho` or `p_{β|0}` of its branch"
-        raise InputError(name, "such that every token occurs", f"{(chance == 0).sum()} that cannot", remedy)
+        raise InputError(name, "such that every token occurs", f"{(chance == 0).sum()} tokens that cannot", remedy)
     return chance
 
 

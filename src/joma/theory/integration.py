@@ -21,7 +21,7 @@ from scipy.integrate import solve_ivp
 from joma.arguments import InputError, choice, real, scalar, whole
 
 METHODS = {name: name for name in ("DOP853", "LSODA", "Radau")}
-RESOLUTION = 1e6 * np.finfo(np.float64).eps  # a state that multiplies within this fraction of t has blown up
+RESOLUTION = 1e6 * np.finfo(np.float64).eps  # a state whose e-folding time is below this fraction of t has blown up
 _REMEDY = "Loosen `rtol` and `atol`, try `method` LSODA or Radau where the flow is stiff, and round jumps of `rhs`."
 
 Rhs = Callable[[float, np.ndarray], np.ndarray]
@@ -48,8 +48,8 @@ class Solver:
     """The method of integration and its tolerances.
 
     Attributes:
-        method: a name of `METHODS`; LSODA and Radau are for stiff flows. None is the flow's own choice, and DOP853
-            where the flow makes none.
+        method: a name of `METHODS`; LSODA and Radau are for stiff flows. None leaves the choice to the flow;
+            DOP853 is used if the flow has no preference.
         rtol: relative tolerance of a step.
         atol: absolute tolerance of a step.
         bound: size of a component that counts as blown up.
@@ -66,7 +66,7 @@ class Solver:
     max_evaluations: int = 1_000_000
 
     def __post_init__(self) -> None:
-        """Check the settings where they are written."""
+        """Check the settings when the object is created."""
         if self.method is not None:
             choice("method", self.method, METHODS)
         for name in ("rtol", "atol", "bound"):
@@ -92,8 +92,8 @@ class Solution:
 def integrate(rhs: Rhs, y0: ArrayLike, times: ArrayLike, solver: Solver = DEFAULT_SOLVER) -> Solution:
     """Solve ẏ = rhs(t, y) from y(0) = y0, and stop where the solution blows up.
 
-    A blow-up is where |y_i| passes the solver's `bound`, or where 1 + |y_i| divided by |ẏ_i|, the time in which a
-    component multiplies, falls below 2e-10 of t: the pole is then no further away than that.
+    A blow-up is where |y_i| passes the solver's `bound`, or where the e-folding time
+    (1 + |y_i|)/|ẏ_i| falls below 2e-10 of t: the pole is then no further away than that.
 
     Close to a pole the flow can be stiff: the growing component makes others relax ever faster to their equilibrium.
     DOP853 then takes steps that are limited by stability, not by accuracy, and would need millions of them. So after
@@ -102,7 +102,7 @@ def integrate(rhs: Rhs, y0: ArrayLike, times: ArrayLike, solver: Solver = DEFAUL
     Args:
         rhs: ẏ as a function of t and y, of the shape of y.
         y0: state at time 0, of any shape.
-        times: where the state is wanted: not negative, increasing.
+        times: the times at which the state is returned: not negative, increasing.
         solver: method and tolerances.
 
     Returns:
@@ -146,7 +146,7 @@ class _CountedRhs:
         self.evaluations, self.last_time = self.evaluations + 1, t
         slope = np.asarray(self.rhs(t, y.reshape(self.shape)), dtype=np.float64)
         if slope.shape != self.shape:
-            raise InputError("rhs", f"a function to arrays of shape {self.shape}", slope.shape, "match `y0`")
+            raise InputError("rhs", f"a function that returns arrays of shape {self.shape}", slope.shape, "match `y0`")
         # A trial step past a pole overflows. LSODA would accept NaN there; a huge number makes every method step back.
         return np.nan_to_num(slope.ravel(), nan=1e150, posinf=1e150, neginf=-1e150)
 
@@ -160,7 +160,7 @@ def _run(rhs: _CountedRhs, start: np.ndarray, grid: Grid, solver: Solver) -> tup
     events: list[_Event] = [_BlowUpEvent(rhs, solver.bound)]
     if method == "DOP853":
         events.append(_SwitchEvent(rhs, solver.switch_after, end))
-    with warnings.catch_warnings(record=True) as warned, np.errstate(all="ignore"):
+    with warnings.catch_warnings(record=True) as caught, np.errstate(all="ignore"):
         warnings.simplefilter("always")
         solve = partial(solve_ivp, rhs, rtol=solver.rtol, atol=solver.atol)
         result = solve((0.0, end), start, method, t_eval=grid, events=events)
@@ -171,7 +171,7 @@ def _run(rhs: _CountedRhs, start: np.ndarray, grid: Grid, solver: Solver) -> tup
             reached = np.concatenate([reached, result.t])
             states = np.concatenate([states, _flat_states(result.y, start)])
     if not result.success:
-        messages = [result.message, *(str(warning.message) for warning in warned)]
+        messages = [result.message, *(str(warning.message) for warning in caught)]
         causes = "; ".join(message.rstrip(".") for message in messages)
         raise IntegrationError(f"{method} gave up at t = {rhs.last_time:.6g}: {causes}. {_REMEDY}", rhs.last_time)
     poles = result.t_events[0]

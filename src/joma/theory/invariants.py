@@ -34,9 +34,9 @@ Sums = Float[np.ndarray, "step+1 *rest"]
 
 @dataclass(frozen=True)
 class AttentionLaw:
-    """One kind of attention: b(z, x), the transposed Jacobian from a gradient y = ∂/∂b to one of z, and its law.
+    """One kind of attention: b(z, x), the backward pass from a gradient y = ∂/∂b to one of z, and its law.
 
-    The law is d/dt Σ_m z_m^power = (power/2)(κ/T) d/dt Σ_k v_k², less softmax's normalisation where `normalised`.
+    The law is d/dt Σ_m z_m^power = (power/2)(κ/T) d/dt Σ_k v_k², minus a normalisation term if `normalised`.
     """
 
     name: str
@@ -120,9 +120,9 @@ def predict(
         v: weights now, [..., token, hidden], context rows only.
         v0: weights at the start, of the same last two axes.
         z0: logits at the start, [..., query, token].
-        kappa: η_z/η_w, the ratio of the two rates.
+        kappa: η_z/η_w, the ratio of the learning rates.
         temperature: T of softmax; the others have none.
-        b_ref: softmax's fixed reference [..., token], summing to 1: see `reference`. The others need none.
+        b_ref: softmax's fixed reference [..., token], which sums to 1: see `reference`. The others need none.
 
     Returns:
         Σ_m z_m², or Σ_m z_m, of shape [..., token]; leading axes broadcast.
@@ -147,7 +147,7 @@ def predict(
 
 
 def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_w: float = 1.0, rate_z: float = 1.0) -> np.ndarray:
-    """Return the quantity that the flow keeps constant (Theorem 1), for any number of queries and unequal rates.
+    """Return the quantity that the flow keeps constant (Theorem 1), for any number of queries and any learning rates.
 
         linear:   Σ_m z_m²/η_z − Σ_k v_k²/η_w        for each token
         exp:      Σ_m z_m/η_z − Σ_k v_k²/(2η_w)      for each token
@@ -157,8 +157,8 @@ def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_w: float = 1.0
         attention: a name of `ATTENTIONS`.
         v: weights, [..., token, hidden], context rows only.
         z: logits, [..., query, token].
-        rate_w: η_w, the rate of the weights.
-        rate_z: η_z, the rate of the logits.
+        rate_w: η_w, learning rate of the weights.
+        rate_z: η_z, learning rate of the logits.
 
     Returns:
         An array [..., token], or [..., query] for softmax; leading axes broadcast.
@@ -193,8 +193,8 @@ def ledger(
         gap   = (η_z/T) Σ_s (pull − b̄ Σ_k ⟨v_k, Δv_k⟩/η_w)
         step  = (κ/2T) Σ_s [Σ_k Δv_k² − b_ref Σ_k ‖Δv_k‖²]
 
-    `predict(...) − drift − gap − step` is Σ_m z_m to rounding, because Δv_k = η_w E[g_k h'_k b] in one step. What a
-    step records must come from the minibatch of that step. E is over all its samples, whatever their query.
+    `predict(...) − drift − gap − step` is Σ_m z_m to rounding, because Δv_k = η_w E[g_k h'_k b] in one step. The
+    `b_bar` and `pull` of a step must come from its minibatch; E is over all samples of it, whatever their query.
 
     Args:
         v: weights before every step and after the last, [step + 1, ..., token, hidden].
@@ -206,7 +206,7 @@ def ledger(
         b_ref: the fixed reference, [..., token].
 
     Returns:
-        A `Ledger` of arrays [step + 1, ..., token], zero at first.
+        A `Ledger` of arrays [step + 1, ..., token], zero before the first step.
 
     >>> remainder = ledger(v=[[[0.0], [0.0]], [[1.0], [3.0]]], b_bar=[[0.5, 0.5]], pull=[[0.0, 0.0]],
     ...                    b_ref=[0.5, 0.5])
@@ -231,7 +231,7 @@ def ledger(
 def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1.0) -> np.ndarray:
     """Return what SGD's finite steps add to `predict` for linear and exp attention; for softmax see `Ledger.step`.
 
-    One step keeps Σ_m z_m Δz_m = κ Σ_k v_k Δv_k (linear) and Σ_m Δz_m = κ Σ_k v_k Δv_k (exp) exactly, so that
+    In every step Σ_m z_m Δz_m = κ Σ_k v_k Δv_k (linear) or Σ_m Δz_m = κ Σ_k v_k Δv_k (exp) holds exactly, so that
 
         linear: predict(...) − Σ_m z_m² = Σ_steps (κ Σ_k Δv_k² − Σ_m Δz_m²)
         exp:    predict(...) − Σ_m z_m  = (κ/2) Σ_steps Σ_k Δv_k²
@@ -243,7 +243,7 @@ def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1
         kappa: η_z/η_w.
 
     Returns:
-        The running sums, [step + 1, ..., token], zero at first.
+        The running sums, [step + 1, ..., token], zero before the first step.
 
     >>> finite_steps("exp", v=[[[0.0]], [[1.0]], [[3.0]]], z=[[[0.0]], [[0.0]], [[1.0]]])[:, 0]
     array([0. , 0.5, 2.5])
@@ -253,10 +253,10 @@ def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1
     _same_tokens("z", logits, path)
     if path.shape[0] != logits.shape[0]:
         raise InputError("z", f"of {path.shape[0]} steps", logits.shape[0], "record both at every step and at the end")
-    added = 0.5 * law.power * scalar("kappa", kappa, low=0.0) * (np.diff(path, axis=0) ** 2).sum(axis=-1)
+    increments = 0.5 * law.power * scalar("kappa", kappa, low=0.0) * (np.diff(path, axis=0) ** 2).sum(axis=-1)
     if law.power == 2:
-        added = added - (np.diff(logits, axis=0) ** 2).sum(axis=-2)
-    return _running_sum(added)
+        increments = increments - (np.diff(logits, axis=0) ** 2).sum(axis=-2)
+    return _running_sum(increments)
 
 
 def ledger_rates(
@@ -332,7 +332,7 @@ def folded_gain(v: ArrayLike, v0: ArrayLike, z0: ArrayLike, *, kappa: float = 1.
 
 
 def correlation(z: ArrayLike, z_hat: ArrayLike) -> np.ndarray:
-    """Return the zero-mean, normalised correlation of z and ẑ over tokens, blind to offset and scale.
+    """Return the zero-mean, normalised correlation of z and ẑ over tokens, which ignores offset and scale.
 
         ⟨z − mean z, ẑ − mean ẑ⟩ / (‖z − mean z‖ ‖ẑ − mean ẑ‖)
 
@@ -354,7 +354,7 @@ def correlation(z: ArrayLike, z_hat: ArrayLike) -> np.ndarray:
 
 
 def relative_error(z: ArrayLike, z_hat: ArrayLike, z0: ArrayLike) -> np.ndarray:
-    """Return the error of the prediction relative to the change that was to be predicted, over tokens.
+    """Return the error of the prediction relative to the true change, over tokens.
 
         ‖z − ẑ‖ / ‖z − z(0)‖
 
@@ -372,8 +372,8 @@ def relative_error(z: ArrayLike, z_hat: ArrayLike, z0: ArrayLike) -> np.ndarray:
     array(1.)
     """
     measured, predicted, start = aligned(z=z, z_hat=z_hat, z0=z0)
-    error, moved = np.linalg.norm(measured - predicted, axis=-1), np.linalg.norm(measured - start, axis=-1)
-    return np.divide(error, moved, out=np.where(error > 0, np.inf, 0.0), where=moved > 0)
+    error, change = np.linalg.norm(measured - predicted, axis=-1), np.linalg.norm(measured - start, axis=-1)
+    return np.divide(error, change, out=np.where(error > 0, np.inf, 0.0), where=change > 0)
 
 
 def _weights(name: str, value: ArrayLike) -> np.ndarray:

@@ -36,7 +36,7 @@ _INNER = 1 / 16
 _ORDER = 16
 _NODES, _WEIGHTS = (np.polynomial.legendre.leggauss(5) + np.array([[1.0], [0.0]])) / 2
 
-# Values computed at once: temporaries stay in the processor's cache, and memory does not grow with the problem.
+# The number of values computed at once, such that temporaries stay in the processor's cache whatever the problem.
 _BLOCK = 2**16
 
 # The clock of softmax attention: the number of cells in which a root is bracketed, the largest number of Newton steps
@@ -116,7 +116,7 @@ def tabulate(mu: Float[np.ndarray, " component"], v0: Float[np.ndarray, " compon
 
 
 def _scale(mu: np.ndarray, v0: np.ndarray) -> np.ndarray:
-    """Return the inverse of the distance over which exp(v²/2) changes by a factor, anywhere between v0 and μ."""
+    """Return the inverse of the distance over which exp(v²/2) changes by a fixed factor, anywhere between v0 and μ."""
     return 1 + np.maximum(np.abs(mu), np.abs(v0))
 
 
@@ -144,8 +144,8 @@ def _durations(
     width = (gap[:-1] - gap[1:]) / gap[1:]  # relative, since 1/w may overflow
     total = np.zeros_like(width)
     for node, weight in zip(_NODES, _WEIGHTS, strict=True):
-        stretch = 1 + node * width
-        total += weight * np.exp(-((mu - side * gap[1:] * stretch) ** 2) / 2) / stretch
+        ratio = 1 + node * width
+        total += weight * np.exp(-((mu - side * gap[1:] * ratio) ** 2) / 2) / ratio
     return total * width
 
 
@@ -200,9 +200,9 @@ def evaluate(
         if rest is not None:
             elapsed += rest[row] - table.time[1].ravel()[knot]
         mu, v0 = table.mu[column], table.v0[column]
-        moved = _outer(mu, table.knot.ravel()[knot], elapsed)
-    v.ravel()[outer] = moved
-    drop.ravel()[outer] = -np.log1p((v0 - moved) / (mu - v0))
+        v_outer = _outer(mu, table.knot.ravel()[knot], elapsed)
+    v.ravel()[outer] = v_outer
+    drop.ravel()[outer] = -np.log1p((v0 - v_outer) / (mu - v0))
     return v, drop
 
 
@@ -229,7 +229,7 @@ def _locate_finely(
 def _count(
     before: Int[np.ndarray, "knot component"], order: Int[np.ndarray, " time"]
 ) -> Int[np.ndarray, "time component"]:
-    """Return how many switches each time has passed, given how many of the sorted times each switch has."""
+    """Return how many switches each time has passed, given how many of the sorted times lie before each switch."""
     size = before.shape[1]
     arrivals = np.bincount((before * size + np.arange(size)).ravel(), minlength=(order.size + 1) * size)
     index = np.empty((order.size, size), dtype=np.int64)
@@ -240,7 +240,7 @@ def _count(
 def _inner(
     table: Table, t: Float[np.ndarray, " time"], rest: Float[np.ndarray, " time"] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Evaluate the inner series at all times; times before its first one give its first value, to be overwritten."""
+    """Evaluate the inner series at all times; earlier times give its first value, which `evaluate` overwrites."""
     decay = t[:, None] - table.inner_time[0]
     if rest is not None:
         decay += rest[:, None] - table.inner_time[1]
@@ -264,12 +264,12 @@ def _outer(
 ) -> Float[np.ndarray, " value"]:
     """Return v after the (signed) times `elapsed` from the knots, at most about half a panel."""
     guess = _displacement(mu, knot, elapsed)
-    taken = np.zeros_like(guess)
+    inverse_speed = np.zeros_like(guess)
     for node, weight in zip(_NODES, _WEIGHTS, strict=True):
         v = knot + node * guess
-        taken += weight * np.exp(-(v**2) / 2) / (mu - v)
+        inverse_speed += weight * np.exp(-(v**2) / 2) / (mu - v)
     v = knot + guess
-    return v + _displacement(mu, v, elapsed - taken * guess)
+    return v + _displacement(mu, v, elapsed - inverse_speed * guess)
 
 
 def _displacement(
@@ -286,7 +286,7 @@ def _displacement(
 def pieces(
     mu: Float[np.ndarray, " component"], v0: Float[np.ndarray, " component"], times: int
 ) -> Iterator[tuple[slice, Table]]:
-    """Yield the tables of the components, block by block, so that a block at `times` times fits into the cache."""
+    """Yield the slice and the table of each block of components; a block at `times` times fits into the cache."""
     size = max(1, _BLOCK // max(min(times, _BLOCK), 2 * _panels(mu, v0)))
     for start in range(0, mu.size, size):
         block = slice(start, start + size)
@@ -296,7 +296,7 @@ def pieces(
 def chunks(
     table: Table, t: Float[np.ndarray, " time"], rest: Float[np.ndarray, " time"] | None = None
 ) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
-    """Yield v and the drop of the log gap at the times `t`, or `t + rest`, chunk by chunk."""
+    """Yield slices of the times `t`, or `t + rest`, each with v and the drop of the log gap there."""
     size = max(1, _BLOCK // table.mu.size)
     for start in range(0, t.size, size):
         part = slice(start, start + size)
@@ -324,10 +324,10 @@ def clock(tables: Sequence[Table], t: Float[np.ndarray, " time"]) -> Float[np.nd
     It is returned in two parts: where Z is large, τ changes by less than its rounding while t changes visibly.
     """
     cells = grid(tables)
-    passed, z = partition(tables, cells)
-    cell = np.maximum(np.searchsorted(passed, t, side="right") - 1, 0)
-    missing = np.maximum(t - passed[cell], 0)
-    after = np.minimum(cell + 1, passed.size - 1)
+    cell_times, z = partition(tables, cells)
+    cell = np.maximum(np.searchsorted(cell_times, t, side="right") - 1, 0)
+    missing = np.maximum(t - cell_times[cell], 0)
+    after = np.minimum(cell + 1, cell_times.size - 1)
     base, rest = cells[:, cell]
     # In the last, endless cell, Z is at least the number of components, since exp(v²/2) ≥ 1.
     endless = missing / sum(table.mu.size for table in tables)

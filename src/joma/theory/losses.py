@@ -41,8 +41,10 @@ def cross_entropy(label: ArrayLike) -> Gradient:
 
     def gradient(output: Outputs) -> Outputs:
         if len(classes) != len(output) or classes.max() >= output.shape[1]:
-            expected = f"{len(output)} classes below {output.shape[1]}"
-            raise InputError("label", expected, f"{len(classes)}, up to {classes.max()}", "match samples and units")
+            expected = f"{len(output)} labels below {output.shape[1]}"
+            raise InputError(
+                "label", expected, f"{len(classes)} labels up to {classes.max()}", "match samples and units"
+            )
         return np.eye(output.shape[1])[classes] - softmax(output, axis=1)
 
     return gradient

@@ -35,8 +35,8 @@ def theta(
 
         θ1(r) = ∫ φ'(y) p((y − r)/‖v‖) dy,    θ2(r) = ∫ φ'(y) (y − r) p((y − r)/‖v‖) dy
 
-    where p is the density of the noise along one direction. Closed forms where there are any, otherwise quadrature
-    with an error below 1e-14 ‖v‖ for θ1 and 1e-14 ‖v‖² σ for θ2.
+    where p is the density of the noise along one direction. Closed forms are used where they exist, otherwise
+    quadrature with an error below 1e-14 ‖v‖ for θ1 and 1e-14 ‖v‖² σ for θ2.
 
     Args:
         activation: a name of `ACTIVATIONS`, or an `Activation`.
@@ -44,7 +44,7 @@ def theta(
         norm: ‖v‖ > 0.
         sigma: standard deviation of the noise along one direction, > 0.
         noise: `gaussian`, or `ball` for noise uniform in a ball.
-        dimension: of the ball, of radius σ√(dimension + 2).
+        dimension: number of dimensions of the ball; its radius is σ√(dimension + 2).
 
     Returns:
         θ1 and θ2, of the shape that `r`, `norm` and `sigma` broadcast to.
@@ -61,7 +61,7 @@ def theta(
 
 @dataclass(frozen=True)
 class Unit:
-    """A hidden unit and the mixture that is its input: what Theorem 3's flow depends on. Make it with `Unit.of`."""
+    """A hidden unit and the mixture that is its input: what Theorem 3's flow depends on. Create it with `Unit.of`."""
 
     moments: Averages
     centres: Float[np.ndarray, "component token"]
@@ -107,7 +107,9 @@ class Unit:
             expected = f"of {tokens} tokens on its last axis"
             raise InputError("v", expected, f"shape {array.shape}", "align it with `centres`")
         if not np.linalg.norm(array, axis=-1).all():
-            raise InputError("v", "other than the zero vector", "‖v‖ = 0", "the theorem divides by ‖v‖: start off zero")
+            raise InputError(
+                "v", "other than the zero vector", "‖v‖ = 0", "the theorem divides by ‖v‖: start away from zero"
+            )
         return array
 
     def seen(self, v: Float[np.ndarray, "*batch token"]) -> tuple[Values, Values]:
@@ -168,7 +170,7 @@ def velocity(unit: Unit, v: ArrayLike, *, flow: str = "plain", decay: float = 0.
 
 
 def offset_velocity(unit: Unit, v: ArrayLike) -> np.ndarray:
-    """Return ξ̇ = Σ_c a_c θ1(r_c)/‖v‖ of Theorem 3 for η_w = 1, of the leading axes of `v`.
+    """Return ξ̇ = Σ_c a_c θ1(r_c)/‖v‖ of Theorem 3 for η_w = 1, of shape `v.shape[:-1]`.
 
     >>> float(offset_velocity(Unit.of("relu", [[1.0, 0.0]], [0.5]), [0.0, 2.0]))
     0.25

@@ -107,7 +107,7 @@ def _piecewise_mean(slopes: Averaged, r: Values, spread: Values) -> Values:
 
 
 def _gelu(r: Values, spread: Values) -> Slopes:
-    """Return slope and tilt of GELU under Gaussian noise, where E is a normal density of variance q = 1 + spread²."""
+    """Return slope and tilt of GELU under Gaussian noise, from a normal density of variance q = 1 + spread²."""
     q = 1.0 + spread**2
     z = r / np.sqrt(q)
     e = normal_density(z) / np.sqrt(q)
@@ -198,12 +198,12 @@ def averages(activation: str | Activation, noise: str = "gaussian", dimension: i
     >>> averages("relu").mean(np.zeros(1), np.ones(1)).round(6)
     array([0.398942])
     """
-    unit, law = named(activation), choice("noise", noise, NOISES)(dimension)
+    phi, law = named(activation), choice("noise", noise, NOISES)(dimension)
     piecewise = {"linear": _linear, "relu": law.step, "leaky_relu": partial(_rectified, LEAK, law.step)}
-    if unit.name in piecewise:
-        slopes = piecewise[unit.name]
+    if phi.name in piecewise:
+        slopes = piecewise[phi.name]
         return Averages(partial(_piecewise_mean, slopes), slopes, partial(_differences, slopes))
-    if (unit.name, noise) == ("gelu", "gaussian"):
+    if (phi.name, noise) == ("gelu", "gaussian"):
         return Averages(_gelu_mean, _gelu, partial(_differences, _gelu))
-    rule = _Quadrature(unit, law)
-    return Averages(rule.mean, rule.slopes, rule.curved)
+    quadrature = _Quadrature(phi, law)
+    return Averages(quadrature.mean, quadrature.slopes, quadrature.curved)
