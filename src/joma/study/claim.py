@@ -103,9 +103,9 @@ class Claim:
     Attributes:
         name: a short name, unique within the study.
         statement: the sentence, with its source.
-        measure: from the run's Dataset to one number, or to an array over `seed`. It raises `NotInRun` if the run lacks
-            what the claim is about; the claim is then not tested.
-        expected: where the number must lie: `at_most`, `at_least`, `between` or `near`.
+        measure: a function of the run's Dataset that returns one number, or an array over `seed`. It raises `NotInRun`
+            if the run lacks what the claim is about; the claim is then not tested.
+        expected: where the number must lie: `at_most`, `at_least`, `above`, `below`, `between` or `near`.
         across: whether `every` seed must lie there, or the `mean` over seeds.
         presets: the presets at which the claim can be decided; elsewhere it is measured but not judged.
         seeds: the smallest number of seeds with which it can be decided; a bound over seeds needs two.
@@ -132,7 +132,7 @@ class Claim:
         }
 
     def judge(self, trajectory: xr.Dataset, preset: str) -> dict[str, Any]:
-        """Measure the claim on a run and return its record: the declaration, spread over seeds and verdict."""
+        """Measure the claim on a run and return its record: the declaration, the measured values and the verdict."""
         tested = preset in self.presets and trajectory.sizes.get("seed", 1) >= self.seeds
         try:
             values = np.atleast_1d(np.asarray(self.measure(trajectory), dtype=np.float64))

@@ -1,4 +1,4 @@
-"""What a run is given beside its config: seeds, random streams, a device, and training with checkpoints."""
+"""What a run receives besides its config: seeds, random streams, a device, and training with checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from joma.train import Compute, Optimiser, Record
 
 Value = TypeVar("Value")
-CUDA_SAVE_SECONDS = 300.0  # between saves: on CUDA many steps are sooner repeated than one is saved
+CUDA_SAVE_SECONDS = 300.0  # between saves: on CUDA a save takes longer than repeating many steps
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Arms:
 
 @dataclass(frozen=True)
 class Context:
-    """What a run is given beside its config.
+    """What a run receives besides its config.
 
     Attributes:
         seeds: the seeds to run, an axis of everything that is trained and stored.
         device: where models train.
         progress: where progress is reported.
-        checkpoints: the folder for checkpoints, a folder for each training in it; None to save nothing.
+        checkpoints: the folder for checkpoints, with a subfolder for each training; None to save nothing.
     """
 
     seeds: tuple[int, ...]
@@ -85,7 +85,7 @@ class Context:
         return list(self.seeds) * (1 if arms is None else len(arms.labels))
 
     def per_model(self, values: Sequence[Value]) -> list[Value]:
-        """Return the values of the arms, one for each arm, as one for each model on the leading axis.
+        """Repeat the arms' values, one for each arm, so that there is one for each model on the leading axis.
 
         >>> Context((4, 5)).per_model((0.1, 0.2))
         [0.1, 0.1, 0.2, 0.2]
@@ -109,7 +109,7 @@ class Context:
         Args:
             model, loss, optimiser, steps, record, compute: as for `joma.train.fit`.
             label: unique within the study; names the progress bar and the folder of checkpoints.
-            arms: where the model's leading axis is arms times seeds, in the order of `Arms`.
+            arms: given if the model's leading axis is arms times seeds, in the order of `Arms`.
 
         Returns:
             The trajectory over `seed` and `step`, and over the arms' axis if there are any.
@@ -134,7 +134,7 @@ class Context:
         return trajectory if arms is None else self._split_arms(trajectory, arms)
 
     def save_steps(self, steps: int) -> tuple[int, ...]:
-        """Return the steps at which a training of `steps` steps is saved on its way."""
+        """Return the steps at which a training of `steps` steps is saved."""
         return schedule.every(max(1, steps // (5 if self.device == "cpu" else 50)), steps)
 
     def _split_arms(self, trajectory: xr.Dataset, arms: Arms) -> xr.Dataset:
@@ -146,5 +146,5 @@ class Context:
 
 
 def _stream_seed(seed: int, purpose: str) -> int:
-    """Return the seed of a stream of its own, from the first 63 bits of a hash."""
+    """Return the seed of the random stream for a purpose: the first 63 bits of a hash."""
     return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8], "big") >> 1

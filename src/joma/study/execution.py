@@ -57,13 +57,13 @@ class Study:
         about: a paragraph for the report: what is compared with what.
         version: raised whenever `run` changes its result; part of the run's hash.
         presets: `quick` (2 cores, seconds) and `paper`.
-        run: from a config and a `Context` to a Dataset, with seeds as the axis `seed`.
+        run: a function of a config and a `Context` that returns a Dataset, with seeds as the axis `seed`.
         claims: what is claimed and how it is measured.
         figures: drawings by name, each from the Dataset alone: drawing never recomputes.
-        threads: torch's threads while it runs; None for torch's own choice, 1 where tensors are so small that threads
-            would mostly wait for each other.
-        inputs: from a config to what else decides the result, by name, such as the checksum of a text that the config
-            names; part of the run's hash as the config is.
+        threads: number of torch's threads while it runs; None for torch's default, 1 if tensors are so small that
+            threads would mostly wait for each other.
+        inputs: a function of a config that returns what else decides the result, by name, such as the checksum of a
+            text that the config names; like the config, part of the run's hash.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run: its folder, the records of its claims, how long it took, and whether it was finished before."""
+    """A finished run: its folder, the records of its claims, how long it took, and whether it existed already."""
 
     study: str
     preset: str
@@ -112,7 +112,7 @@ def execute(
     device: str = "cpu",
     progress: Progress = SILENT,
 ) -> Outcome:
-    """Run `study`, judge its claims, draw its figures and store everything, unless that very run is finished already.
+    """Run `study`, judge its claims, draw its figures and store everything, unless this run is finished already.
 
     A finished run is not run again. If its stored claims or description differ from the study's, it is judged again
     from its trajectory.
@@ -128,13 +128,13 @@ def execute(
         if run.finished:
             return _finished(study, run.path, judge_again=False)
         run.begin(preset)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with _threads(study.threads):
             result = study.run(config, Context(tuple(run.seeds), device, progress, run.path / "checkpoints"))
         _warn_of_diverged_seeds(result, run)
-        trajectory = run.save(result, device=device, wall_time=time.perf_counter() - begun)
+        trajectory = run.save(result, device=device, wall_time=time.perf_counter() - start)
         claims = _judge_and_draw(study, trajectory, preset, run.path)
-        wall_time = time.perf_counter() - begun
+        wall_time = time.perf_counter() - start
         run.finish(StoredClaims(claims, study.description, wall_time))
     return Outcome(study.name, preset, run.path, claims, wall_time, reused=False)
 
@@ -154,7 +154,7 @@ def judge(study: Study, path: Path | str) -> Outcome:
 
 
 def _finished(study: Study, path: Path, *, judge_again: bool) -> Outcome:
-    """Return a finished run, judged again if that is wanted or if its claims or description are not the study's."""
+    """Return a finished run; judge it again if `judge_again`, or if its claims or description are not the study's."""
     stored, preset = read_claims(path), read_config(path)["preset"]
     claims = stored.claims
     results = {"measured", "verdict"}
@@ -192,7 +192,7 @@ def _judge_and_draw(study: Study, trajectory: xr.Dataset, preset: str, path: Pat
 
 
 def _warn_of_diverged_seeds(result: xr.Dataset, run: Run) -> None:
-    """Warn of seeds that diverged: what is measured of them is NaN from that step on."""
+    """Warn of seeds that diverged: their measurements are NaN from that step on."""
     if "diverged" not in result:
         return
     diverged = (result.diverged >= 0).any([dim for dim in result.diverged.dims if dim != "seed"])
@@ -204,7 +204,7 @@ def _warn_of_diverged_seeds(result: xr.Dataset, run: Run) -> None:
 
 
 def _check_finite(name: str, value: Any) -> None:
-    """Refuse NaN and infinities anywhere in a config: JSON cannot hold them, and no study takes them."""
+    """Refuse NaN and infinities anywhere in a config: JSON cannot hold them, and no study accepts them."""
     if isinstance(value, (tuple, list)):
         for member in value:
             _check_finite(name, member)

@@ -1,4 +1,4 @@
-"""One training loop; the seed is a leading axis of the model, of its loss and of all that is recorded."""
+"""The training loop: the seed is the leading axis of the model, of its loss and of everything that is recorded."""
 
 from joma import lazy
 

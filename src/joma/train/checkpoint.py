@@ -2,8 +2,8 @@
 
 A checkpoint counts only if its checksum file is there and agrees. Both files are renamed into place, the checksum last,
 and an older checkpoint is removed only after the new one is complete: whenever the process dies, a good one remains.
-Temporary files of a killed process are removed with the older checkpoints, so one process must hold the folder
-(`joma.files.lock`).
+Temporary files of a killed process are removed with the older checkpoints, so only one process may use the folder at a
+time (`joma.files.lock`).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class CheckpointStore:
     _damaged: set[int] = field(default_factory=set, init=False)  # the steps that `load` skipped
 
     def save(self, step: int, tensors: Mapping[str, Tensor], *, keep: int = KEEP) -> None:
-        """Write the checkpoint of `step`, then remove older ones but for `keep` in all."""
+        """Write the checkpoint of `step`, then remove older ones until `keep` checkpoints remain."""
         from safetensors.torch import save
 
         file, checksum_file = self._files(step)
-        # As one entry: safetensors does not keep the order of several, and equal runs shall write equal bytes.
+        # As one entry: safetensors does not keep the order of several, and equal runs must write equal bytes.
         identity = json.dumps(dict(self.identity), sort_keys=True)
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         content = save(on_cpu, {"about": identity})
@@ -75,7 +75,7 @@ class CheckpointStore:
         self.tidy(step, keep=keep)
 
     def tidy(self, step: int, *, keep: int = KEEP) -> None:
-        """Remove checkpoints older than that of `step`, but for the newest intact ones, `keep` together with it."""
+        """Remove checkpoints older than that of `step`, except for the newest intact ones: `keep` remain in all."""
         for name in self._matches(TEMPORARY_NAME):
             self._remove(name)
         older = [old for old in self._steps() if old < step]
@@ -121,16 +121,16 @@ class CheckpointStore:
         return None
 
     def _matches(self, pattern: re.Pattern[str]) -> dict[str, re.Match[str]]:
-        """The file names in the folder that match the pattern, with their matches."""
+        """Return the file names in the folder that match the pattern, with their matches."""
         matches = map(pattern.fullmatch, sorted(file.name for file in self.folder.glob("*")))
         return {match[0]: match for match in matches if match}
 
     def _steps(self) -> list[int]:
-        """The steps of which any file exists, oldest first."""
+        """Return the steps of which any file exists, oldest first."""
         return sorted({int(match[1]) for match in self._matches(CHECKPOINT_NAME).values()})
 
     def _files(self, step: int) -> tuple[Path, Path]:
-        """The file of a checkpoint and that of its checksum."""
+        """Return the paths of a checkpoint and of its checksum."""
         file = self.folder / f"{step}.safetensors"
         return file, file.with_name(file.name + ".sha256")
 

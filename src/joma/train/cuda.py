@@ -1,4 +1,4 @@
-"""A training step on CUDA: compiled in parts, captured once as a graph, and then replayed without Python."""
+"""A training step on CUDA: compiled in parts, captured once as a graph, and then replayed without running Python."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from joma.train.optimiser import Updater
 from joma.train.options import Compute
 from joma.train.protocol import CompiledModel
 
-TRIAL_STEPS = 3  # steps before the capture, in which PyTorch compiles and allocates
+TRIAL_STEPS = 3  # before the capture: PyTorch compiles and allocates in them, which a graph cannot contain
 
 
 def capture(step: Callable[[], None], *, trial: Callable[[], None], reset: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Run `trial` a few times on a side stream, `reset`, then capture one `step` as a graph."""
+    """Capture one call of `step` as a graph, after a few calls of `trial` on a side stream and a call of `reset`."""
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):
@@ -32,7 +32,7 @@ def capture(step: Callable[[], None], *, trial: Callable[[], None], reset: Calla
 
 @contextmanager
 def compiled_modules(model: nn.Module, compute: Compute) -> Iterator[None]:
-    """Compile the modules that the model offers while a step is captured."""
+    """Compile the modules that the model offers for the duration of the block, in which a step is captured."""
     modules = model.compiled_modules() if compute.compiled and isinstance(model, CompiledModel) else ()
     with torch._dynamo.config.patch(recompile_limit=64):
         for module in modules:
@@ -46,22 +46,23 @@ def compiled_modules(model: nn.Module, compute: Compute) -> Iterator[None]:
 
 @contextmanager
 def half_weights(model: nn.Module, updater: Updater, compute: Compute) -> Iterator[None]:
-    """Replace large weights that only matrix products read by copies in bfloat16 while a step is captured.
+    """Replace large weights that only matrix products read by bfloat16 copies for the duration of the block.
 
-    The captured step then casts neither them nor their gradients, which would move as many bytes as half an update.
+    A step that is captured in it casts neither the weights nor their gradients; the casts would move half as many bytes
+    as an update.
     """
-    places = model.product_weights() if compute.half and isinstance(model, CompiledModel) else {}
+    weights = model.product_weights() if compute.half and isinstance(model, CompiledModel) else {}
     originals: dict[str, nn.Parameter] = {}
-    for name, copy in updater.half_copies(places).items():
-        module, attribute = places[name]
+    for name, copy in updater.half_copies(weights).items():
+        module, attribute = weights[name]
         originals[name] = getattr(module, attribute)
         setattr(module, attribute, copy)
     try:
         yield
     finally:
-        for name, weight in originals.items():
-            module, attribute = places[name]
-            setattr(module, attribute, weight)
+        for name, original in originals.items():
+            module, attribute = weights[name]
+            setattr(module, attribute, original)
 
 
 @contextmanager

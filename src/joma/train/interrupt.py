@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps, never inside one: a half-applied update could not be resumed."""
+"""Handle Ctrl-C between two steps, never inside one: a run cannot resume from a half-applied update."""
 
 from __future__ import annotations
 

@@ -62,14 +62,16 @@ def fit(
 
     Args:
         model: a module whose parameters all have the seed as leading axis.
-        loss: from the model and the step, a tensor without axes on the model's device, to each seed's loss, [seed]. On
-            CUDA it is captured: whatever changes from step to step must be computed from the step's tensor, and with
-            bfloat16 products large weights of `Linear` may be in bfloat16.
+        loss: a function of the model and the step that returns the loss of each seed, [seed]. The step is a tensor
+            without axes on the model's device. On CUDA the function is captured: whatever changes from step to step
+            must be computed from the step's tensor, and with bfloat16 products large weights of `Linear` may be in
+            bfloat16.
         optimiser: update rule, learning rates and gradient clipping.
         steps: number of updates.
-        record: what to measure beside the loss, and at which steps; the loss at every step if None.
+        record: what to measure besides the loss, and at which steps; if None, the loss alone at every step.
         saving: where and when to write checkpoints; none are written if None. The folder is locked while training runs.
-            Checkpoints of another run, by its model, optimiser, steps, recorded steps or seeds, are refused.
+            A folder is refused if its checkpoints are of a run with another model, optimiser, number of steps, recorded
+            steps or seeds.
         compute: precision and compilation on CUDA.
         progress: opens a progress bar, `progress(total=steps)`.
 
@@ -92,13 +94,13 @@ def fit(
         _train(training, range(steps + 1), record_steps, progress)
     else:
         save_steps, identity = saving.steps(steps), _identity(optimiser, steps, labels)
-        checkpoints = _Checkpoints(CheckpointStore(Path(saving.folder), identity), save_steps, saving.min_seconds)
-        with lock(checkpoints.store.folder):
-            start, finished = checkpoints.resume(training, record_steps)
+        saver = _Saver(CheckpointStore(Path(saving.folder), identity), save_steps, saving.min_seconds)
+        with lock(saver.store.folder):
+            start, finished = saver.resume(training, record_steps)
             if finished:
-                checkpoints.store.tidy(steps, keep=1)
+                saver.store.tidy(steps, keep=1)
             else:
-                _train(training, range(start, steps + 1), record_steps, progress, checkpoints)
+                _train(training, range(start, steps + 1), record_steps, progress, saver)
     return _dataset(training, sorted(record_steps), record.dims, labels)
 
 
@@ -107,44 +109,47 @@ def _train(
     steps: range,
     record_steps: frozenset[int],
     progress: OpenTask,
-    checkpoints: _Checkpoints | None = None,
+    saver: _Saver | None = None,
 ) -> None:
-    """Make the steps, saving on the way and at the end. Ctrl-C stops between two steps, after a save."""
+    """Train for `steps`, and save on the way and at the end; Ctrl-C stops between two steps, after a save."""
     start, last = steps.start, steps.stop - 1
     with matmul_precision(training.compute), interruptible() as stop, progress(total=last) as task:
         training.prepare(start)
         task.skip(start)
-        if checkpoints is not None:
-            checkpoints.start_clock()
+        if saver is not None:
+            saver.start_clock()
         for step in steps:
-            if checkpoints is not None and step > start:
-                checkpoints.save(training, step, due=step < last, now=bool(stop))
+            if saver is not None and step > start:
+                saver.save(training, step, is_last=step == last, at_once=bool(stop))
             if stop:
                 raise KeyboardInterrupt
             training.step(step, record=step in record_steps, update=step < last)
             if step < last:
                 training.report(task)
-        if checkpoints is not None:
-            checkpoints.store.save(last, training.state(final=True), keep=1)
-    if stop:  # in the last step or while it was saved
+        if saver is not None:
+            saver.store.save(last, training.state(final=True), keep=1)
+    if stop:  # requested in the last step, or while it was saved
         raise KeyboardInterrupt
 
 
-class _Checkpoints:
-    """The checkpoints of one training run, and when they are due."""
+class _Saver:
+    """Save one training run at the steps that are due, and resume it."""
 
     def __init__(self, store: CheckpointStore, save_steps: frozenset[int], min_seconds: float) -> None:
         self.store, self.save_steps, self.min_seconds = store, save_steps, min_seconds
         self.saved_at = time.monotonic()
 
     def start_clock(self) -> None:
-        """Count the time to the next save from now on."""
+        """Measure the time to the next save from now on."""
         self.saved_at = time.monotonic()
 
-    def save(self, training: Training[Any], step: int, *, due: bool, now: bool) -> None:
-        """Save before `step` is made, if it is a step to save at and enough time has passed, or at once with `now`."""
-        due = due and step in self.save_steps and time.monotonic() - self.saved_at >= self.min_seconds
-        if due or now:
+    def save(self, training: Training[Any], step: int, *, is_last: bool, at_once: bool) -> None:
+        """Save the state before `step`, if a save is due by step and time, or in any case with `at_once`.
+
+        None is due before the last step: soon after it the finished run is saved.
+        """
+        due = not is_last and step in self.save_steps and time.monotonic() - self.saved_at >= self.min_seconds
+        if due or at_once:
             self.store.save(step, training.state())
             self.saved_at = time.monotonic()
 
@@ -158,14 +163,14 @@ class _Checkpoints:
         if differences:
             other = f"of another run, which differs in {', '.join(differences)}"
             which = other if checkpoint.identity else "that do not name their run"
-            remedy = "choose another folder, or delete that one to begin anew"
+            remedy = "choose another folder, or delete that one to start again"
             raise StorageError(f"{self.store.folder} holds checkpoints {which}; {remedy}.")
         training.restore(checkpoint)
         return checkpoint.step, bool(checkpoint.tensors["finished"])
 
 
 def _identity(optimiser: Optimiser, steps: int, labels: Sequence[int]) -> dict[str, str]:
-    """What a checkpoint stores about its run, by argument; schedules are functions, so only their patterns."""
+    """Return what a checkpoint stores about its run, by argument; schedules are functions, so only their patterns."""
     settings = {**vars(optimiser), "rates": dict(optimiser.rates), "schedules": list(optimiser.schedules)}
     identity = {"optimiser": settings, "steps": steps, "seeds": labels}
     return {name: json.dumps(value, default=_as_list, sort_keys=True) for name, value in identity.items()}
@@ -178,15 +183,15 @@ def _as_list(value: Any) -> Any:
 def _dataset(
     training: Training[Any], steps: Sequence[int], dims: Mapping[str, Sequence[str]], labels: Sequence[int]
 ) -> xr.Dataset:
-    """Label what was recorded."""
+    """Return the record as a labelled Dataset."""
     variables = {}
     for name, values in training.recorded.items():
         array = torch.stack(values, dim=1).numpy()
-        further = tuple(dims.get(name, ()))
-        if len(further) != array.ndim - 2:
-            got = f"{further} for the shape {array.shape[2:]} of {name!r}"
+        axes = tuple(dims.get(name, ()))
+        if len(axes) != array.ndim - 2:
+            got = f"{axes} for the shape {array.shape[2:]} of {name!r}"
             raise InputError("dims", "one name for each axis after the seed's", got, "name them in `dims`")
-        variables[name] = (("seed", "step", *further), array)
+        variables[name] = (("seed", "step", *axes), array)
     variables["diverged"] = (("seed",), training.diverged.cpu().numpy())
     coords = {"seed": np.asarray(labels), "step": np.asarray(steps)}
     return xr.Dataset(variables, coords=coords)

@@ -1,4 +1,4 @@
-"""The optimisers, from one table: many seeds in one pass, each with its own learning rate, clipping and schedule."""
+"""The optimisers: they update many seeds in one pass, each with its own learning rate, clipping and schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Optimiser:
         rates: learning rates by parameter name.
         weight_decay: added to the gradient as weight_decay · parameter (sgd, adam), or decoupled from it (adamw).
         clip: largest norm of one seed's gradient, over all its parameters that are not frozen; None for no limit.
-        restart: every so many steps Adam's moments are set to zero and its bias correction starts again; None: never.
+        restart: number of steps after which Adam starts again, with zero moments and new bias correction; None: never.
         schedules: factors of the learning rate by a pattern of parameter names (as for file names; the first that
             matches counts). Each maps the step, a tensor without axes, to a number or one for each seed. A parameter
             whose factor is 0 is frozen.
@@ -76,7 +76,7 @@ class Group(NamedTuple):
     names: list[str]
 
     def factor(self, step: Tensor) -> Tensor | None:
-        """The schedule's factor at this step; None if there is no schedule."""
+        """Return the schedule's factor at this step; None if there is no schedule."""
         return None if self.schedule is None else self.schedule(step)
 
 
@@ -86,7 +86,7 @@ class Updater:
     Attributes:
         parameters: the trainable parameters, by name.
         moments: Adam's moments `exp_avg` and `exp_avg_sq` of each parameter; empty for SGD.
-        gate: while it is 0, updates leave the parameters alone; None where there is no such switch.
+        gate: a factor of every update; while it is 0, the parameters do not change. None if the updater has no gate.
 
     >>> model = nn.Module()
     >>> model.p = nn.Parameter(torch.tensor([[1.0], [2.0]]))
@@ -102,8 +102,8 @@ class Updater:
         self.optimiser = optimiser
         self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not self.parameters:
-            remedy = "let one train by `requires_grad_()`"
-            raise InputError("model", "one with a parameter to train", "frozen parameters alone", remedy)
+            remedy = "call `requires_grad_()` on at least one"
+            raise InputError("model", "a module with trainable parameters", "only frozen parameters", remedy)
         for name in optimiser.rates:
             choice("rates", name, self.parameters)
         kinds = () if optimiser.name == "sgd" else ("exp_avg", "exp_avg_sq")
@@ -121,7 +121,8 @@ class Updater:
         used = {pattern for _, pattern in members}
         for pattern in self.optimiser.schedules:
             if pattern not in used:
-                raise InputError("schedules", f"patterns of {', '.join(self.parameters)}", pattern, "name a parameter")
+                expected = f"patterns that match one of {', '.join(self.parameters)}"
+                raise InputError("schedules", expected, repr(pattern), "correct the pattern or remove it")
         for (named_rate, pattern), names in members.items():
             first = self.parameters[names[0]]
             rate = torch.as_tensor(
@@ -144,7 +145,7 @@ class Updater:
 
     @torch.no_grad()
     def update(self, step: Tensor, diverged: Bool[Tensor, " seed"] | None = None) -> None:
-        """Update every seed but the diverged ones, which momentum and weight decay would still move.
+        """Update every seed except the diverged ones, which momentum and weight decay would still move.
 
         Args:
             step: the number of updates made so far, a tensor without axes on the parameters' device.
@@ -176,9 +177,10 @@ class Updater:
     def _adam(
         self, names: list[str], rate: Tensor, clipping: Tensor | None, t: Tensor, diverged: Tensor | None
     ) -> None:
-        """Adam by PyTorch's fused kernel, in one pass over all tensors; seed by seed where seeds differ."""
+        """Update by PyTorch's fused Adam kernel: all tensors in one pass, or seed by seed where seeds differ."""
         if not names:
             return
+        # Lists of all parameters, all gradients, all first moments and all second moments.
         columns = [list(column) for column in zip(*map(self._tensors, names), strict=True)]
         self._restart(columns[2:], t)
         if clipping is None and diverged is None and not rate.ndim:
@@ -197,7 +199,7 @@ class Updater:
         return parameter.detach(), parameter.grad, *self.moments[name].values()
 
     def _restart(self, moments: list[list[Tensor]], t: Tensor) -> None:
-        """Set the moments to zero where Adam starts again."""
+        """Set the moments to zero if Adam starts again at this step."""
         if self.optimiser.restart is not None and int(t) == 1:
             for column in moments:
                 torch._foreach_zero_(column)  # pyright: ignore[reportPrivateImportUsage]
@@ -240,7 +242,7 @@ def seed_rows(tensor: Tensor) -> Float[Tensor, "seed element"]:
 
 
 def _per_seed(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a number, or one for each seed, with as many axes as the parameter."""
+    """Reshape a number, or one for each seed, so that it broadcasts with the parameter."""
     return value.view(-1, *(1,) * (parameter.ndim - 1)) if value.ndim else value
 
 

@@ -1,4 +1,4 @@
-"""Options of the training loop that belong together."""
+"""Options of the training loop: what to record, when to save, and how to compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from joma import schedule
 from joma.arguments import InputError, choice, whole
 
-PRECISIONS = {"highest": "float32", "high": "TF32", "bf16": "bfloat16, accumulated in float32; records TF32"}
+PRECISIONS = {"highest": "float32", "high": "TF32", "bf16": "bfloat16, accumulated in float32; measures use TF32"}
 Measure = Callable[[Any, int], Mapping[str, Tensor]]
 
 
@@ -25,9 +25,9 @@ class Record:
     """What is recorded while a model trains, and when. The loss is always recorded.
 
     Attributes:
-        measure: from the model and the step to named tensors [seed, ...].
+        measure: a function of the model and the step that returns named tensors [seed, ...].
         at: the steps at which to record, such as those of `joma.schedule`; every step if None.
-        dims: names of the axes after `seed`, by variable.
+        dims: names of each variable's axes after the seed's.
         gradients: whether `measure` reads gradients. If not, recorded steps are replayed too on CUDA.
         seeds: labels of the seed axis; 0, 1, … if None.
     """
@@ -40,7 +40,7 @@ class Record:
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether a recorded step needs the gradients of its own backward pass."""
+        """Whether measures need the gradients of the recorded step, so that it cannot be replayed."""
         return self.gradients and self.measure is not _no_measures
 
     def steps(self, last: int) -> frozenset[int]:
@@ -65,7 +65,7 @@ class Saving:
     Attributes:
         folder: a folder for this training alone. Training resumes from the newest checkpoint in it.
         at: the steps at which to save; ten of them if None. The end is always saved.
-        min_seconds: a save that would come sooner after the last one, or after the start, is left out.
+        min_seconds: a save that would come sooner than this after the last one, or after the start, is skipped.
     """
 
     folder: Path | str
@@ -74,7 +74,9 @@ class Saving:
 
     def steps(self, last: int) -> frozenset[int]:
         """Return the steps at which to save, checked to lie in [0, last]."""
-        return _checked_steps("save", schedule.every(max(1, last // 10), last) if self.at is None else self.at, last)
+        return _checked_steps(
+            "saving.at", schedule.every(max(1, last // 10), last) if self.at is None else self.at, last
+        )
 
 
 @dataclass(frozen=True)

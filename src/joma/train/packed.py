@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from joma.arguments import InputError
 from joma.train.optimiser import BETA_1, BETA_2, EPSILON, Group, Optimiser, Updater, clipping_factors, seed_rows
 
-LARGE = 1 << 20  # elements from which a parameter has a pass of its own
+LARGE = 1 << 20  # a parameter with at least so many elements is updated in its own pass
 
 
 class _Pack(NamedTuple):
@@ -28,8 +28,8 @@ class PackedAdam(Updater):
     """Adam or AdamW for a captured step: no value is read back, and small parameters share one pass.
 
     Attributes:
-        halves: copies of large parameters in bfloat16, for a model that reads nothing else of them. These then have the
-            gradients, and an update writes both.
+        halves: bfloat16 copies of large parameters. The model reads the copies alone, so they have the gradients; an
+            update writes both.
     """
 
     def __init__(self, optimiser: Optimiser, model: nn.Module) -> None:
@@ -54,7 +54,7 @@ class PackedAdam(Updater):
         return _Pack(large, small, moments, torch.cat([_seed_numbers(self.parameters[name]) for name in small]).int())
 
     def half_copies(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
-        """Give the large float32 parameters among `names` copies in bfloat16 that follow them, and return these."""
+        """Make and return bfloat16 copies of the large float32 parameters among `names`; updates write them too."""
         large = {name for pack in self.packs for name in pack.large}
         chosen = [name for name in names if name in large and self.parameters[name].dtype == torch.float32]
         self.halves = {name: nn.Parameter(self.parameters[name].detach().bfloat16()) for name in chosen}
@@ -73,7 +73,7 @@ class PackedAdam(Updater):
 
     @torch.no_grad()
     def update(self, step: Tensor, diverged: Bool[Tensor, " seed"] | None = None) -> None:
-        """Update every seed but the diverged ones; no value is read back, so that the update can be captured."""
+        """Update every seed except the diverged ones; no value is read back, so that the update can be captured."""
         if diverged is None:
             diverged = torch.zeros(self.seeds, dtype=torch.bool, device=step.device)
         factors = [group.factor(step) for group in self.groups]
@@ -91,7 +91,7 @@ class PackedAdam(Updater):
     ) -> dict[str, Tensor]:
         rate = group.rate * self.open_gate if factor is None else group.rate * factor * self.open_gate
         options = {"decay": self.optimiser.weight_decay, "decoupled": self.optimiser.name == "adamw"}
-        return torch.compile(_coefficients)(rate, clipping, t, self.parameters[group.names[0]].dtype, **options)
+        return torch.compile(_adam_coefficients)(rate, clipping, t, self.parameters[group.names[0]].dtype, **options)
 
     def _update_pack(self, pack: _Pack, coefficients: dict[str, Tensor]) -> None:
         for name, gradient in zip(pack.large, self._gradients(pack.large), strict=True):
@@ -116,7 +116,7 @@ class PackedAdam(Updater):
         return [gradient for gradient in gradients if gradient is not None]
 
     def _gradient(self, name: str) -> Tensor | None:
-        """Return the gradient; with a copy in bfloat16 in that precision, which is that of the product it came from."""
+        """Return the gradient; in bfloat16 if the parameter has a copy, as the product that it came from."""
         gradient, half = self.parameters[name].grad, self.halves.get(name)
         if half is None:
             return gradient
@@ -136,10 +136,10 @@ def _seed_numbers(parameter: Tensor) -> Tensor:
     return torch.arange(len(parameter), device=parameter.device).repeat_interleave(parameter[0].numel())
 
 
-def _coefficients(
+def _adam_coefficients(
     rate: Tensor, clipping: Tensor | None, t: Tensor, dtype: torch.dtype, *, decay: float, decoupled: bool
 ) -> dict[str, Tensor]:
-    """Return the coefficients of `_update` that follow from learning rate, clipping and time, each [seed, 1] or []."""
+    """Return the coefficients of `_update` that depend on learning rate, clipping and time, each [seed, 1] or []."""
     correction_1, correction_2 = (1 - beta ** t.double() for beta in (BETA_1, BETA_2))
     one = torch.ones_like(correction_1)
     values = {
@@ -198,6 +198,6 @@ def _update(
 def adam_update(*tensors: Tensor, **coefficients: Tensor | None) -> None:
     """Apply `_update`, compiled: PyTorch's own fused kernel reaches two thirds of the card's bandwidth.
 
-    Large tensors, packs too, have a graph for each size, whose loads are then as wide as they can be; others share one.
+    Each size of large tensors (or packs) has its own graph, so that loads are as wide as possible; others share one.
     """
     torch.compile(_update, dynamic=tensors[0].numel() < LARGE)(*tensors, **coefficients)

@@ -1,4 +1,4 @@
-"""What the training loop needs to know of a model beyond its parameters."""
+"""The methods by which a model tells the training loop what to compile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @runtime_checkable
 class CompiledModel(Protocol):
-    """A model that says which of its modules the loop may compile on CUDA.
+    """A model that names the modules and weights that the loop may compile, or copy to bfloat16, on CUDA.
 
     Any `nn.Module` whose parameters have the seed as leading axis can be trained. One that has these two methods trains
     faster on CUDA; others are captured as they are.

@@ -57,7 +57,7 @@ class Training(Generic[Model]):
             self._capture(start)
 
     def step(self, step: int, *, record: bool, update: bool) -> None:
-        """Make one step: replay the captured one, or run it eagerly on the CPU and where gradients are recorded."""
+        """Make one step: replay the captured step, or run eagerly on the CPU and where gradients are recorded."""
         if record:
             self.recorded_at.append(step)
         if self.graph is not None and update and not (record and self.record.reads_gradients):
@@ -116,18 +116,17 @@ class Training(Generic[Model]):
 
     def _capture(self, start: int) -> None:
         """Capture a whole step, with the model's modules compiled and its large weights in half precision."""
-
         modules = cuda.compiled_modules(self.model, self.compute)
         trial, reset = partial(self._trial_step, start), self.updater.zero_grad
         with self._state_restored(), cuda.half_weights(self.model, self.updater, self.compute), modules:
             self.graph = cuda.capture(self._captured_step, trial=trial, reset=reset)
-            self.replayed_losses = self.losses  # where every replay leaves them
+            self.replayed_losses = self.losses  # every replay writes its losses to this tensor
 
     @contextmanager
     def _state_restored(self) -> Iterator[None]:
         """Undo on exit what trial steps change.
 
-        An updater with a gate leaves the parameters alone while it is closed, so that they need no copy.
+        While an updater's gate is closed, the parameters do not change, so that they need no copy.
         """
         gate = self.updater.gate
         changing = {name: t for name, t in self.tensors().items() if gate is None or not name.startswith("model/")}
@@ -150,7 +149,7 @@ class Training(Generic[Model]):
                 gate.fill_(1.0)
 
     def _trial_step(self, step: int) -> None:
-        self.step_number.fill_(step)  # the loss need not know any step but those of the run
+        self.step_number.fill_(step)  # the loss may be undefined after the last step of the run
         self._captured_step()
 
     def _captured_step(self) -> None:
@@ -159,7 +158,7 @@ class Training(Generic[Model]):
         self.step_number.add_(1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that a step changes, by name: parameters, buffers, optimiser state, the step and divergence."""
+        """Return everything that a step changes, by name: parameters, buffers, moments, the step and divergence."""
         persistent = self.model.state_dict()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
         tensors = {f"buffer/{name}": buffer.detach() for name, buffer in buffers.items()}
@@ -179,7 +178,7 @@ class Training(Generic[Model]):
         return tensors | recorded | {"at": at, "finished": torch.tensor(final)}
 
     def restore(self, checkpoint: TrainingCheckpoint) -> None:
-        """Take over the state of a checkpoint of this very run."""
+        """Restore the state from a checkpoint of this run."""
         tensors = self.tensors()
         with torch.no_grad():
             for name, value in checkpoint.tensors.items():
@@ -190,7 +189,7 @@ class Training(Generic[Model]):
         self.recorded_at = checkpoint.tensors["at"].tolist()
 
     def differences(self, checkpoint: TrainingCheckpoint, record_steps: frozenset[int]) -> list[str]:
-        """Return the arguments of `fit` in which the checkpoint's tensors show another run: `at` or `model`."""
+        """Return which of `at` and `model` differ between this run and the run that wrote the checkpoint."""
         final = bool(checkpoint.tensors["finished"])
         expected_at = sorted(step for step in record_steps if step < checkpoint.step or final)
         same = {
@@ -208,7 +207,7 @@ class Training(Generic[Model]):
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and type of each tensor of a state, but for what was recorded, which grows."""
+    """Return shape and dtype of each tensor of a state, without the record, which grows."""
     state = {name: tensor for name, tensor in tensors.items() if name.split("/")[0] not in ("at", "recorded")}
     return {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
 
@@ -218,8 +217,8 @@ def count_seeds(model: nn.Module) -> int:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
         expected = "a module whose parameters all have the seed as leading axis"
-        raise InputError("model", expected, shapes or "no parameters", "add that axis")
+        raise InputError("model", expected, shapes or "no parameters", "add that axis to each")
     seeds = next(iter(shapes.values()))[0]
     if not seeds:
-        raise InputError("model", "one of at least one seed", shapes, "build it with a seed or more")
+        raise InputError("model", "a module with at least one seed", shapes, "build it with one or more")
     return seeds
