@@ -305,7 +305,7 @@ def test_a_sequence_too_long_for_the_model_is_distinguished_from_unknown_tokens(
 
     assert float(permutation_gap(model, torch.arange(16)).spread) > 0
     for length in (17, 20, 40):
-        expected = rf"`tokens` must be no longer than the model takes, 16 positions, got {length} \(index"
+        expected = rf"`tokens` must be no longer than the 16 positions that the model accepts, got {length} \(index"
         with pytest.raises(InputError, match=expected):
             permutation_gap(model, torch.arange(length))
     for tokens in ([1, 2, 50], torch.arange(60)):
@@ -337,7 +337,9 @@ def test_a_hugging_face_model_needs_no_wrapper():
     torch.testing.assert_close(half.largest, gap.largest, rtol=0.1, atol=0)
     with pytest.raises(InputError, match=r"`model` must be deterministic.*model\.eval\(\)"):
         permutation_gap(copy.deepcopy(model).bfloat16().train(), tokens)
-    with pytest.raises(InputError, match=r"`tokens` must be no longer than the model takes, 8 positions, got 10"):
+    with pytest.raises(
+        InputError, match=r"`tokens` must be no longer than the 8 positions that the model accepts, got 10"
+    ):
         permutation_gap(model, [list(range(10))])
     by_hand = permutation_gap(lambda tokens: model(tokens).logits, tokens)
     torch.testing.assert_close(gap.largest, by_hand.largest, rtol=1e-12, atol=0)

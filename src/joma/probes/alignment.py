@@ -8,7 +8,7 @@ from torch import Tensor
 
 from joma.arguments import InputError, scalar
 
-TOLERANCE = 1e-5  # float32 rounding of a padding token's activation stays below it, what a unit learns is far above
+TOLERANCE = 1e-5  # above the float32 rounding of a padding token's activation, far below what a unit learns
 
 
 def latent_alignment(
@@ -20,7 +20,7 @@ def latent_alignment(
     absolute: bool = False,
     tolerance: float = TOLERANCE,
 ) -> Tensor:
-    """Return the largest correlation of each latent with a hidden unit, as in JoMA's Table 1.
+    """Return the largest correlation of each latent with any hidden unit, as in JoMA's Table 1.
 
         A_l = max_k ⟨y_l − ȳ_l, h_k − h̄_k⟩ / (‖y_l − ȳ_l‖ ‖h_k − h̄_k‖),    h_k = max over positions
 
@@ -147,8 +147,8 @@ def _check_shapes(latent: Tensor, hidden: Tensor, present: Tensor | None) -> Non
         raise InputError("latent", "[*seed, sample, latent] and non-empty", f"shape {tuple(latent.shape)}", remedy)
     lead = latent.shape[:-1]
     if hidden.ndim not in (latent.ndim, latent.ndim + 1) or hidden.shape[: len(lead)] != lead or hidden.numel() == 0:
-        start = ", ".join(map(str, lead))
-        expected = f"[{start}, position, unit] or [{start}, unit] and non-empty, as `latent` is [{start}, latent]"
+        axes = ", ".join(map(str, lead))
+        expected = f"[{axes}, position, unit] or [{axes}, unit] and non-empty, as `latent` is [{axes}, latent]"
         raise InputError("hidden", expected, got, "give both for the same seeds and samples")
     if not hidden.is_floating_point():
         raise InputError("hidden", "of a floating-point type", hidden.dtype, "pass activations")

@@ -52,7 +52,7 @@ def measure_bounce(
     point to point. Correlated noise is called a bounce too often: at the level of 5 %, this happens to 38 to 55 % of
     flat curves of 30 to 60 points with a correlation of 0.3 from point to point, and to 76 to 94 % with 0.6. Where a
     curve falls steeply between two points, that fall counts as noise, and a rise must be clearer: with few points after
-    a steep fall the test errs on the side of no bounce. A small p means that this curve rises; only the spread over
+    a steep fall the test tends to miss a bounce. A small p means that this curve rises; only the spread over
     seeds shows whether others would.
 
     Args:
@@ -63,26 +63,28 @@ def measure_bounce(
         generator: draws their noise; `np.random.default_rng(0)` if not given.
 
     Returns:
-        Nine arrays [*batch]. A curve with fewer than five numbers, as that of a seed that diverged at once, has NaN,
-        draws no random numbers and changes no other's results.
+        Nine arrays [*batch]. A curve with fewer than five numbers, such as that of a seed that diverged early, gets
+        NaN; it draws no random numbers, so that the results of the other curves do not change.
 
     >>> steps = np.arange(30)
     >>> bounce = measure_bounce(steps, np.abs(steps - 10) / 10)
     >>> bounce.depth, bounce.step, bounce.recovery, bounce.p_value
     (array(1.), array(10.), array(1.9), array(0.001))
     """
-    at = real("steps", steps, ndim=1)
-    if (np.diff(at) <= 0).any():
-        raise InputError("steps", "increasing", "a step that is not after the one before", "sort the curve by step")
+    step_numbers = real("steps", steps, ndim=1)
+    if (np.diff(step_numbers) <= 0).any():
+        raise InputError("steps", "increasing", "a step that is not above the previous one", "sort the curve by step")
     y = np.asarray(curve, dtype=np.float64)
-    if y.ndim == 0 or y.shape[-1] != at.size or np.isinf(y).any():
+    if y.ndim == 0 or y.shape[-1] != step_numbers.size or np.isinf(y).any():
         got = "an infinite value" if np.isinf(y).any() else f"shape {y.shape}"
-        raise InputError("curve", f"[*batch, {at.size}] and not infinite", got, "give one number for each step")
+        raise InputError(
+            "curve", f"[*batch, {step_numbers.size}] and not infinite", got, "give one number for each step"
+        )
     sigma = np.full(y.shape[:-1], np.nan) if noise is None else _known_noise(noise, y.shape[:-1])
     count = whole("draws", draws, low=1)
     rng = np.random.default_rng(0) if generator is None else generator
-    curves = zip(y.reshape(-1, at.size), sigma.flat, strict=True)
-    rows = [_measure_curve(at, values, float(known), count, rng) for values, known in curves]
+    curves = zip(y.reshape(-1, step_numbers.size), sigma.flat, strict=True)
+    rows = [_measure_curve(step_numbers, values, float(known_sigma), count, rng) for values, known_sigma in curves]
     fields = np.array(rows, dtype=np.float64).T.reshape(9, *y.shape[:-1])
     return MeasuredBounce(*(np.asarray(field) for field in fields))
 
@@ -97,24 +99,28 @@ def _known_noise(noise: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _measure_curve(
-    at: Float[np.ndarray, " step"], y: Float[np.ndarray, " step"], known: float, draws: int, rng: np.random.Generator
+    steps: Float[np.ndarray, " step"],
+    y: Float[np.ndarray, " step"],
+    known_sigma: float,
+    draws: int,
+    rng: np.random.Generator,
 ) -> tuple[float, ...]:
-    """Return the nine fields of one curve; `known` is the standard deviation of a point, NaN to estimate it."""
+    """Return the nine fields of one curve; `known_sigma` is the standard deviation of a point, NaN to estimate it."""
     defined = ~np.isnan(y)
-    at, y = at[defined], y[defined]
+    steps, y = steps[defined], y[defined]
     if y.size < _MIN_POINTS:
         return (np.nan,) * 9
     lowest = int(y.argmin())
-    sigma = _estimated_noise(y[None])[0] if np.isnan(known) else known
-    added = sigma * rng.standard_normal((draws, y.size))
-    null = _never_rising(y, sigma) + added
-    # Estimated from the added noise alone, as the steps of the null curve are no noise.
-    sigmas = _estimated_noise(added) if np.isnan(known) else np.full(draws, known)
+    sigma = _estimated_noise(y[None])[0] if np.isnan(known_sigma) else known_sigma
+    added_noise = sigma * rng.standard_normal((draws, y.size))
+    null = _never_rising(y, sigma) + added_noise
+    # Estimated from the added noise alone, because the steps of the null curve are not noise.
+    sigmas = _estimated_noise(added_noise) if np.isnan(known_sigma) else np.full(draws, known_sigma)
     clearer = (_clearest_rise(null, sigmas) >= _clearest_rise(y[None], np.array([sigma]))[0]).sum()
     chance = float((null[:, -1] - null.min(axis=-1)).mean())
     depth, recovery = y[0] - y[lowest], y[-1] - y[lowest]
     p_value = (1 + clearer) / (1 + draws)
-    return y[0], y[lowest], at[lowest], y[-1], depth, recovery, chance, sigma, p_value
+    return y[0], y[lowest], steps[lowest], y[-1], depth, recovery, chance, sigma, p_value
 
 
 def _never_rising(y: Float[np.ndarray, " step"], sigma: float) -> Float[np.ndarray, " step"]:

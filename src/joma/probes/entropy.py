@@ -42,12 +42,12 @@ def shannon_entropy(p: Tensor, dim: int = -1) -> Tensor:
     tensor([0.6931, 0.0000,    nan])
     """
     sums = p.sum(dim=dim)
-    known, given = sums, p
+    defined_sums, defined_p = sums, p
     if not torch.isfinite(sums).all():
         undefined = sums.isnan()
-        known, given = sums[~undefined], p.masked_fill(undefined.unsqueeze(dim), 0.0)
-    if known.numel() and ((known - 1).abs().max() > 1e-3 or given.min() < 0):
-        got = f"sums in [{float(known.min()):.3g}, {float(known.max()):.3g}]"
+        defined_sums, defined_p = sums[~undefined], p.masked_fill(undefined.unsqueeze(dim), 0.0)
+    if defined_sums.numel() and ((defined_sums - 1).abs().max() > 1e-3 or defined_p.min() < 0):
+        got = f"sums in [{float(defined_sums.min()):.3g}, {float(defined_sums.max()):.3g}]"
         raise InputError("p", "distributions that sum to 1", got, "apply `.softmax(-1)` first")
     return torch.special.entr(p).sum(dim=dim)
 
@@ -78,7 +78,7 @@ def attention_entropy(
             apply. A `torch.nn.attention.bias.CausalBias` is never expanded to a matrix.
         scale: 1/√dim if not given.
         enable_gqa: whether several neighbouring heads of `query` may share a head of `key`.
-        precision: in the words of `torch.set_float32_matmul_precision`. "highest" multiplies and adds in float32 at
+        precision: named as in `torch.set_float32_matmul_precision`. "highest" multiplies and adds in float32 at
             least, whatever the inputs. "high" lets a GPU round float32 factors to TF32, and uses the fused attention
             kernel of half precision where our own kernel cannot run.
 
@@ -130,11 +130,12 @@ def attention_rows(
     order = choice("precision", precision, PRECISIONS)
     batches = _batches(query, key, causal, mask, scale, grouped=enable_gqa)
     rows = [entropy_rows(scores, order, largest=True) for scores in batches.scores]
-    nats = batches.join([batch.entropy for batch in rows])
+    entropy = batches.join([batch.entropy for batch in rows])
     largest = batches.join([cast(Tensor, batch.largest) for batch in rows])
     visible = batches.join([visible_keys(scores) for scores in batches.scores])
-    limit = visible.to(nats.dtype).log()
-    return AttentionRows(nats, nats / limit.masked_fill(visible <= 1, torch.nan), effective_tokens(nats), largest)
+    limit = visible.to(entropy.dtype).log()
+    relative = entropy / limit.masked_fill(visible <= 1, torch.nan)
+    return AttentionRows(entropy, relative, effective_tokens(entropy), largest)
 
 
 def effective_tokens(entropy: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ def mean_entropy(entropy: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
 
 
 class _Batches(NamedTuple):
-    """The scores in batches of four axes; no batch where there is no row or no key."""
+    """The scores in batches of four axes; the list is empty if there are no queries or no keys."""
 
     scores: list[Scores]
     shape: torch.Size  # of the result
@@ -210,7 +211,7 @@ def _batches(
     if mask is not None:
         mask = _expanded(mask, (*lead, query.shape[-2], key.shape[-2]), query.device)
     empty = query.numel() == 0 or key.numel() == 0
-    count = 0 if empty else torch.Size(lead[:-2]).numel()  # not flattened: a mask that repeats would have to be copied
+    count = 0 if empty else torch.Size(lead[:-2]).numel()  # not flattened: an expanded mask would be copied
     scores = [
         Scores(_nth(query, n), _nth(key, n), None if mask is None else _nth(mask, n), causal, factor)
         for n in range(count)
@@ -219,12 +220,13 @@ def _batches(
 
 
 def _causal_offset(mask: Any, queries: int, keys: int) -> int | None:
-    """Return how many keys beyond its own number a query sees by a `CausalBias`, or None for any other mask.
+    """Return the offset of a `CausalBias`, by which query i sees the keys up to i + offset; None for any other mask.
 
-    A `CausalBias` is a tensor whose memory holds nothing. Torch treats one that is aligned at the upper left, or
+    A `CausalBias` is a tensor without values in memory. Torch treats one that is aligned at the upper left, or
     square, as causal attention, whatever its lengths.
     """
-    module = sys.modules.get("torch.nn.attention.bias")  # a second to import, and without it there is no such bias
+    # Not imported here, which would take a second: unless it is already, no mask can be a `CausalBias`.
+    module = sys.modules.get("torch.nn.attention.bias")
     if module is None or not isinstance(mask, module.CausalBias):
         return None
     lengths = mask.seq_len_q, mask.seq_len_kv
@@ -232,14 +234,15 @@ def _causal_offset(mask: Any, queries: int, keys: int) -> int | None:
         return 0
     if lengths != (queries, keys):
         got = f"one for {lengths}"
-        raise InputError("mask", f"for {queries} queries and {keys} keys", got, "make it for these lengths")
+        raise InputError("mask", f"for {queries} queries and {keys} keys", got, "create it for these lengths")
     return keys - queries
 
 
 def _sliding_mask(query: Tensor, keys: int, offset: int) -> Tensor:
-    """Return which keys the queries, the last one first, see: those up to their own number plus `offset`.
+    """Return the mask for queries in reverse order, where query n sees the keys up to n + `offset`.
 
-    For query i from the end and key j this depends on i + j alone: a window that slides along one line, not a matrix.
+    For the i-th query from the end and key j it depends on i + j alone. So it is a window that slides along one line,
+    and no matrix is in memory.
     """
     queries = query.shape[-2]
     line = torch.arange(max(0, queries + keys - 1), device=query.device) <= queries - 1 + offset
@@ -247,7 +250,7 @@ def _sliding_mask(query: Tensor, keys: int, offset: int) -> Tensor:
 
 
 def _nth(tensor: Tensor, n: int) -> Tensor:
-    """Return the n-th batch of four axes, counted along the axes before them."""
+    """Return batch `n` with four axes; the batches are counted over all axes before the last four."""
     for size in reversed(tensor.shape[:-4]):
         tensor, n = tensor.select(tensor.ndim - 5, n % size), n // size
     return tensor[(None,) * (4 - tensor.ndim)]
@@ -271,13 +274,13 @@ def _check_tensors(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
             got = f"shape {tuple(tensor.shape)}"
             expected, remedy = "[*batch, head, length, dim], dim at least 1", "pass what you pass to attention"
             raise InputError(name, expected, got, remedy)
-    for of_key, of_query in (
+    for key_property, query_property in (
         (key.dtype, query.dtype),
         (key.device, query.device),
         (f"of width {key.shape[-1]}", f"of width {query.shape[-1]}"),
     ):
-        if of_key != of_query:
-            raise InputError("key", f"{of_query}, as `query`", of_key, "convert one to match the other")
+        if key_property != query_property:
+            raise InputError("key", f"{query_property}, as `query`", key_property, "convert one to match the other")
 
 
 def _inside_vmap(tensor: Tensor) -> bool:

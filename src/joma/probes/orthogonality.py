@@ -32,8 +32,8 @@ def cosine_orthogonality(vectors: Tensor, *, centred: bool = False) -> Orthogona
         c_ij = x_i·x_j / (‖x_i‖ ‖x_j‖),    mean |c|, √(mean c²) and max |c| over pairs i ≠ j
 
     Isotropic random vectors have E c² = 1/dim. More than dim vectors cannot all be orthogonal: n of them have a mean
-    square cosine of at least (n/dim − 1)/(n − 1). No matrix of vectors by vectors is held. Vectors of length zero are
-    left out.
+    square cosine of at least (n/dim − 1)/(n − 1). The matrix of all cosines is never in memory. Vectors of length zero
+    are left out.
 
     Args:
         vectors: [*batch, vector, dim], floating, with leading axes such as seed and layer.

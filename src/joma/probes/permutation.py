@@ -19,7 +19,7 @@ from joma.arguments import InputError, whole
 from joma.probes.states import nan_where
 from joma.tensors import as_tensor
 
-MAX_ENUMERATED = 6  # up to so many earlier tokens all permutations are tried, at most 720
+MAX_ENUMERATED = 6  # earlier tokens up to which all permutations are tried, at most 720
 MAX_LOGITS = 2**24  # computed in one call of the model, unless a single sequence has more
 # Rounding errors in units of a dtype's epsilon: of the type that sums are accumulated in, and of the stored type.
 SUM_ROUNDINGS, STORE_ROUNDINGS = 64, 1
@@ -33,8 +33,8 @@ class PermutationGap:
     """How far permutations of the earlier tokens move the last position's output.
 
     Attributes:
-        largest, mean: over sequences and permutations, each relative to `spread`. The identity, which changes nothing,
-            is one of all permutations, so that the mean is what a random permutation is expected to change.
+        largest, mean: change of the output over sequences and permutations, relative to `spread`. Where all
+            permutations are tried, the identity is one of them: the mean is the expected change by a random one.
         spread: how far the output moves when the earlier tokens are replaced by random ones.
         permutations: how many were tried for each sequence: all of them, or a sample.
     """
@@ -61,21 +61,21 @@ def permutation_gap(
     y is the output at the last position, s one of the sequences, π a permutation of all its tokens but the last, and r
     sequences that end in the same token as s and have random tokens before it, uniform over the vocabulary. A gap of 1
     therefore means that the order of the earlier tokens matters as much as which tokens they are; the contribution of
-    the last token to the output cancels. Where other earlier tokens change y by no more than rounding, the gap is 0:
-    a share of |y| of 1e-14 in float64, 1e-5 in float32, 0.001 in float16 and 0.008 in bfloat16. Without positional
+    the last token to the output cancels. If other earlier tokens change y by no more than rounding, the gap is 0;
+    rounding is 1e-14 of |y| in float64, 1e-5 in float32, 0.001 in float16 and 0.008 in bfloat16. Without positional
     encoding and with a full mask the gap is 0 up to rounding (arXiv 2402.05969): about 1e-15 in float64, 1e-6 in
     float32, 1e-3 in float16, 1e-2 in bfloat16. Rounding grows with the number of terms that attention sums, and with
     the ratio of |y| to `spread`.
 
     Where a seed's output holds NaN or an infinity its results are NaN, and those of the other seeds are not. A model
-    without a seed axis that returns such logits is refused.
+    without a seed axis that returns such logits raises an error.
 
     All permutations are tried up to 6 earlier tokens, beyond that `samples` random ones for each sequence.
 
     Args:
         model: a callable from whole numbers [sample, position] to logits [*seed, sample, position, output], or to an
-            object with such `.logits`, as Hugging Face models and `joma.models.Decoder` are. It must be deterministic:
-            a module in training mode is refused if it has dropout.
+            object with such `.logits`; Hugging Face models and `joma.models.Decoder` qualify. It must be deterministic:
+            a module in training mode with dropout raises an error.
         tokens: [sample, position] or [position], at least 2 positions; or a tokenizer's output, without padding.
         samples: number of random permutations where not all are tried.
         inputs: number of random sequences r for each s.
@@ -96,16 +96,16 @@ def permutation_gap(
     samples, inputs = whole("samples", samples), whole("inputs", inputs, low=2)
     _check_dropout(model)
     sequences = _sequences(tokens).to(_device(model))
-    known = _vocabulary(model) if vocabulary is None else whole("vocabulary", vocabulary)
-    _check_range(sequences, known)
+    vocabulary_size = _vocabulary(model) if vocabulary is None else whole("vocabulary", vocabulary)
+    _check_range(sequences, vocabulary_size)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     with torch.no_grad():
-        first = _deterministic_output(model, sequences[:1])
-        batch = max(1, MAX_LOGITS // (first.numel() * sequences.shape[1]))
+        output = _deterministic_output(model, sequences[:1])
+        batch = max(1, MAX_LOGITS // (output.numel() * sequences.shape[1]))
         orders = _orders(sequences.shape[1] - 1, len(sequences), samples, generator).to(sequences.device)
         change = _changes(model, sequences, orders, batch)
         size = (len(sequences), inputs, orders.shape[-1])
-        earlier = torch.randint(known or first.shape[-1], size, generator=generator).to(sequences.device)
+        earlier = torch.randint(vocabulary_size or output.shape[-1], size, generator=generator).to(sequences.device)
         spread, floor = _spread(model, sequences, earlier, batch).unbind(-1)
     relative = torch.where(spread[..., None] <= floor[..., None], 0.0, change / spread[..., None])
     diverged = change.isnan().any(dim=-1) | spread.isnan()
@@ -134,7 +134,7 @@ def _sequences(tokens: Any) -> Int[Tensor, "sample position"]:
 
 
 def _check_dropout(model: Any) -> None:
-    """Refuse a module in training mode that has dropout: two calls might agree by chance."""
+    """Raise `InputError` for a module in training mode with dropout: two calls might agree by chance."""
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if module.training and (rate := _dropout_rate(module)):
             got = f"dropout of {rate:g} in training mode in {name or 'it'} ({type(module).__name__})"
@@ -142,10 +142,10 @@ def _check_dropout(model: Any) -> None:
 
 
 def _dropout_rate(module: nn.Module) -> float:
-    """Return the rate at which a module itself drops something in training, as far as its attributes show; else 0.
+    """Return the dropout rate of a module itself, without its children; 0 if its attributes show none.
 
-    Rates are those of torch's dropout, attributes with "drop" in their names, as of modules that call `F.dropout`, and
-    the layer drop of a Hugging Face config. The config's other rates may be of parts that the model does not have.
+    A rate comes from a dropout module of torch, from an attribute with "drop" in its name, as in modules that call
+    `F.dropout`, or from `layerdrop` in a Hugging Face config. Other rates of a config may belong to absent parts.
     """
     attributes = {"drop": float(module.p)} if isinstance(module, DROPOUTS) else dict(vars(module))
     config = vars(module.config) if hasattr(getattr(module, "config", None), "__dict__") else {}
@@ -180,7 +180,7 @@ def _check_range(sequences: Int[Tensor, "sample position"], vocabulary: int | No
 
 
 def _last_output(model: Model, sequences: Int[Tensor, "sample position"]) -> Float[Tensor, "*seed sample out"]:
-    """Return the output at the last position, NaN for a seed that is not finite, or raise what is wrong with it."""
+    """Return the output at the last position, NaN for diverged seeds; raise `InputError` if it cannot be used."""
     try:
         output = model(sequences)
     except IndexError as cause:
@@ -209,19 +209,19 @@ def _last_output(model: Model, sequences: Int[Tensor, "sample position"]) -> Flo
 
 
 def _lookup_error(model: Model, sequences: Int[Tensor, "sample position"], cause: IndexError) -> InputError:
-    """Return the error for an index that is out of range: the length, if the model takes every token by itself."""
+    """Return the error for an index out of range: the length, if the model accepts each token alone, or the tokens."""
 
     def accepts(part: Int[Tensor, "sample position"]) -> bool:
         try:
             model(part)
-        except Exception:  # whatever it is, the length is then not shown to be the reason
+        except Exception:  # after any other failure the length need not be the reason
             return False
         return True
 
     length = sequences.shape[1]
     if accepts(sequences.unique()[:, None]):
         fails = bisect.bisect_left(range(length), True, lo=2, key=lambda n: not accepts(sequences[:, :n]))
-        expected = f"no longer than the model takes, {fails - 1} positions"
+        expected = f"no longer than the {fails - 1} positions that the model accepts"
         return InputError("tokens", expected, f"{length} ({cause})", "give shorter sequences")
     low, high = (int(bound) for bound in torch.aminmax(sequences))
     remedy = "use the model's own tokens, and give their number as `vocabulary`"
@@ -229,7 +229,7 @@ def _lookup_error(model: Model, sequences: Int[Tensor, "sample position"], cause
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Return the share of an output's size below which a difference counts as rounding.
+    """Return the fraction of an output's size below which a difference counts as rounding.
 
     float64 and float32 are summed as they are, and the error grows with the width. Narrower types are summed in float32
     and rounded where they are stored: decoders of 1 to 24 layers have errors of 0.2 to 1.7 of their epsilon. A much
@@ -266,11 +266,11 @@ def _changes(
 ) -> Float[Tensor, "*seed change"]:
     """Return ‖y(π s) − y(s)‖ for every sequence and permutation, at most `batch` sequences in one call."""
     base = torch.cat([_last_output(model, part).double() for part in sequences.split(batch)], dim=-2)
-    numbers = torch.arange(len(sequences), device=sequences.device).repeat_interleave(orders.shape[1])
+    indices = torch.arange(len(sequences), device=sequences.device).repeat_interleave(orders.shape[1])
     changes = []
-    for number, order in zip(numbers.split(batch), orders.flatten(0, 1).split(batch), strict=True):
-        permuted = torch.cat([sequences[number, :-1].gather(1, order), sequences[number, -1:]], dim=1)
-        changes.append((_last_output(model, permuted).double() - base[..., number, :]).norm(dim=-1))
+    for index, order in zip(indices.split(batch), orders.flatten(0, 1).split(batch), strict=True):
+        permuted = torch.cat([sequences[index, :-1].gather(1, order), sequences[index, -1:]], dim=1)
+        changes.append((_last_output(model, permuted).double() - base[..., index, :]).norm(dim=-1))
     return torch.cat(changes, dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""Whether hidden states know positions: a linear readout of the position, and the similarity of neighbours.
+"""Whether hidden states encode positions: a linear readout of the position, and the similarity of neighbours.
 
 All axes before sample, position and width, such as seed and layer, are kept. All arithmetic is in float64. Where a
 leading entry, such as a diverged seed, holds NaN or an infinity its results are NaN, and those of the others are not.
@@ -52,7 +52,7 @@ def position_decodability(states: ArrayLike | Tensor, *, folds: int = 5, ridge: 
     Args:
         states: [*lead, sample, position, width], such as `Decoder.activations(...)["residual"]`, stacked over layers.
         folds: at least 2, at most the number of samples.
-        ridge: above 0.
+        ridge: strength of the regularisation, at least 1e-12.
 
     Returns:
         `PositionReadout`, each of shape [*lead]; NaN where the states hold NaN or an infinity.
@@ -121,8 +121,8 @@ def adjacency(states: ArrayLike | Tensor, *, nulls: int = 100, generator: torch.
     over samples and all such i, j, k. In a causal model without positional encoding neighbours average over nearly the
     same tokens. Its score is therefore above ½ from the first layer on, even with random weights, where embeddings are
     small compared with what attention adds, as in GPT-2; it is near ½ where they are not (`docs/deviations.md`, 23).
-    For the null the positions are permuted at random, each permutation applied to all samples at once, so that what is
-    left is the luck of a fixed order; its mean is ½.
+    For the null the positions are permuted at random, each permutation applied to all samples at once, so that its
+    spread is that of one fixed random order; its mean is ½.
 
     Args:
         states: [*lead, sample, position, width], at least 3 positions.

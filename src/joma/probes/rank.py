@@ -7,7 +7,7 @@ The largest eigenvalue λ of A = W Wᵀ (or Wᵀ W, whichever is smaller) is bou
 - A large A is used only in products with a block of vectors: block Lanczos gives A U = U T + U' R' with T block
   tridiagonal, and λ is at least T's largest eigenvalue. For the top eigenvector e, with e_1 its part in the first
   block, ‖e_1‖ ≤ ‖M(λ)‖, M(t) = E_1ᵀ (t − T)⁻¹ E_k R'ᵀ. As the first block is random, ‖e_1‖ is below δ with a
-  probability of only 1e-9, where δ² is a quantile of the Beta distribution; so λ is no t with ‖M(t)‖ < δ. (The same
+  probability of only 1e-9, where δ² is a quantile of the Beta distribution; so λ is not a t with ‖M(t)‖ < δ. (The same
   idea with one vector: M. Hochstenbach, Probabilistic upper bounds for the matrix two-norm, 2013; a block makes δ, and
   with it the bound, far better.) M decreased beyond T's eigenvalues in all cases that we tried; it is evaluated up to
   tr(A) on a grid.
@@ -31,8 +31,8 @@ _SQUARINGS, _SQUARINGS_PER_SCALING = 16, 4
 _BLOCK = 16  # vectors in a block
 _FIRST_CHECK = 8  # block steps before the bounds are computed for the first time
 _MAX_STEPS = 40  # block steps, if the bounds are not tight enough before
-_RISK = 1e-9
-_GRID = 32
+_RISK = 1e-9  # probability that the upper bound is wrong
+_GRID = 32  # number of t at which ‖M(t)‖ is evaluated
 _SAFE_RANGE = (1e-12, 1e12)  # of the largest entry: the sum of squares is far from both ends of float32
 
 
@@ -51,7 +51,7 @@ def stable_rank(weight: Tensor, *, tolerance: float = 2e-3, iterations: int | No
     Args:
         weight: [*batch, row, column], floating.
         tolerance: bound on the relative error of the result.
-        iterations: a fixed number of steps instead, without a check, so that nothing waits for the device.
+        iterations: a fixed number of steps instead of a tolerance; nothing then waits for the device.
 
     Returns:
         [*batch] in float64; NaN for a matrix of zeros, and for one that holds NaN or an infinity, as the weights of a
@@ -73,7 +73,7 @@ def spectral_norm(weight: Tensor, *, tolerance: float = 2e-3, iterations: int | 
     Args:
         weight: [*batch, row, column], floating.
         tolerance: (upper/lower)² − 1 at which to stop, at least 2e-4.
-        iterations: a fixed number of steps instead, without a check, so that nothing waits for the device.
+        iterations: a fixed number of steps instead of a tolerance; nothing then waits for the device.
 
     Returns:
         Lower and upper bounds, each [*batch] in float64; NaN where the matrix holds NaN or an infinity.
@@ -100,7 +100,7 @@ def _norms(weight: Tensor, tolerance: float, iterations: int | None) -> tuple[Fl
     size = torch.where(frobenius > 0, frobenius, 1.0)[..., None, None].to(w.dtype)  # so that zeros stay zeros
     with exact_products(w.device), torch.autocast(w.device.type, enabled=False):
         small = w.shape[-2] <= _MAX_SQUARED
-        squares = _of_small(w, size) if small else _by_lanczos(w, size, tolerance, steps)
+        squares = _small_bounds(w, size) if small else _lanczos_bounds(w, size, tolerance, steps)
     lower, upper = (bound.sqrt() * size[..., 0, 0] for bound in squares)
     return frobenius * unit, Bounds(lower * unit, torch.maximum(torch.minimum(upper, frobenius), lower) * unit)
 
@@ -125,13 +125,13 @@ def _frobenius(w: Float[Tensor, "*batch row column"]) -> Float[Tensor, "*batch"]
     return torch.linalg.vector_norm(torch.linalg.vector_norm(w, dim=-1).double(), dim=-1)
 
 
-def _of_small(w: Float[Tensor, "*batch row column"], size: Float[Tensor, "*batch 1 1"]) -> Bounds:
+def _small_bounds(w: Float[Tensor, "*batch row column"], size: Float[Tensor, "*batch 1 1"]) -> Bounds:
     """Return bounds of the largest eigenvalue of w wᵀ / size²."""
     w = (w / size).double()
-    return _by_squaring(w @ w.mT)
+    return _squaring_bounds(w @ w.mT)
 
 
-def _by_squaring(a: Float[Tensor, "*batch row row"]) -> Bounds:
+def _squaring_bounds(a: Float[Tensor, "*batch row row"]) -> Bounds:
     """Bound the largest eigenvalue of positive matrices by repeated squaring, every fourth power scaled to trace 1.
 
     Four squarings of n rows reduce a trace of 1 to no less than n⁻¹⁵, which is far above the least float64.
@@ -153,14 +153,14 @@ def _largest_eigenvalue(a: Float[Tensor, "*batch row row"]) -> Bounds:
     On a GPU `eigvalsh` would have to wait for the device.
     """
     if a.device.type != "cpu":
-        return _by_squaring(a)
+        return _squaring_bounds(a)
     finite = a.isfinite().all(dim=-1).all(dim=-1)
     value = torch.linalg.eigvalsh(torch.where(finite[..., None, None], a, 0.0))[..., -1]
     value = torch.where(finite, value.clamp(min=0), torch.nan)
     return Bounds(value, value)
 
 
-def _by_lanczos(
+def _lanczos_bounds(
     w: Float[Tensor, "*batch row column"], size: Float[Tensor, "*batch 1 1"], tolerance: float, steps: int | None
 ) -> Bounds:
     """Run block Lanczos on A = w wᵀ / size², with full orthogonalisation, until the bounds are within `tolerance`."""
@@ -171,40 +171,40 @@ def _by_lanczos(
     space = w.new_empty(*w.shape[:-2], rows, (max_steps + 1) * _BLOCK)
     space[..., :_BLOCK] = block
     diagonal, below = [], []
-    bounds, due, before = None, max_steps if steps is not None else min(_FIRST_CHECK, max_steps), None
+    bounds, next_check, previous = None, max_steps if steps is not None else min(_FIRST_CHECK, max_steps), None
     for step in range(1, max_steps + 1):
         image = thin_product(w, thin_product(w.mT, block / size)) / size
         diagonal.append((block.mT @ image).double())
         basis = space[..., : step * _BLOCK]
         image = image - basis @ (basis.mT @ image)
         block = image
-        for _ in range(2):  # where nothing new is left, what remains is rounding, and must be orthogonal too
+        for _ in range(2):  # in an exhausted space only rounding remains, and it must be orthogonal too
             block = torch.linalg.qr(block - basis @ (basis.mT @ block))[0]
         below.append((block.mT @ image).double())
         space[..., step * _BLOCK : (step + 1) * _BLOCK] = block
-        if step == due:
-            bounds = _bounds(torch.stack(diagonal, dim=-3), torch.stack(below, dim=-3), rows, tolerance)
+        if step == next_check:
+            bounds = _bounds_from_blocks(torch.stack(diagonal, dim=-3), torch.stack(below, dim=-3), rows, tolerance)
             ratio = bounds.upper / (bounds.lower * (1 + tolerance))  # NaN for zeros, infinite for an overflow
             if step == max_steps or bool((~(ratio > 1)).all()):
                 break
-            now = step, math.log(min(float(ratio.nan_to_num(1.0).max()) * (1 + tolerance) - 1, 1.0) / tolerance)
-            due, before = min(max_steps, step + _steps_to_wait(before, now)), now
+            current = step, math.log(min(float(ratio.nan_to_num(1.0).max()) * (1 + tolerance) - 1, 1.0) / tolerance)
+            next_check, previous = min(max_steps, step + _steps_to_wait(previous, current)), current
     assert bounds is not None
     return bounds
 
 
-def _steps_to_wait(before: tuple[int, float] | None, now: tuple[int, float]) -> int:
+def _steps_to_wait(previous: tuple[int, float] | None, current: tuple[int, float]) -> int:
     """Return the number of steps until the next check, from the last two checks.
 
     A check is (step, logarithm of the width of the bounds over the tolerance). The logarithm falls at least linearly.
     """
-    if before is None or before[1] <= now[1]:
+    if previous is None or previous[1] <= current[1]:
         return 4
-    rate = (before[1] - now[1]) / (now[0] - before[0])
-    return max(1, min(8, int(0.9 * now[1] / rate)))
+    rate = (previous[1] - current[1]) / (current[0] - previous[0])
+    return max(1, min(8, int(0.9 * current[1] / rate)))
 
 
-def _bounds(
+def _bounds_from_blocks(
     diagonal: Float[Tensor, "*batch step block block"],
     below: Float[Tensor, "*batch step block block"],
     rows: int,

@@ -1,4 +1,4 @@
-"""Whether what stands above a location stays similar to it from layer to layer: the similarity of vertical slices.
+"""Whether the states at a location stay similar from layer to layer: the similarity of vertical slices.
 
 All axes before layer, sample, position and width, such as the seed, are kept. All arithmetic is in float64.
 """
@@ -37,8 +37,8 @@ def slice_similarity(
         CKA(X, Y) = ⟨K_X, K_Y⟩ / (‖K_X‖ ‖K_Y‖),  K_X = X Xᵀ,     correlation = mean over units k of corr(X_k, Y_k)
 
     X and Y [sample, width] are the states of two locations with their means over samples subtracted. As ⟨K_X, K_Y⟩ =
-    ‖Xᵀ Y‖², this is the same as by cross-covariances, but all pairs are then one matrix product, taken over a few rows
-    of K at a time.
+    ‖Xᵀ Y‖², this equals the form with cross-covariances, but here all pairs are one matrix product, computed for a few
+    rows of K at a time.
 
     Plain CKA of unrelated X and Y is far above 0 unless there are many more samples than units; `debiased` replaces
     each product by Song et al.'s unbiased estimate (of the independence criterion), which may then be negative. The
@@ -62,11 +62,11 @@ def slice_similarity(
     tensor([[ 1.,  1.,  1.],
             [-1., -1., -1.]], dtype=torch.float64)
     """
-    given, share = checked_states(states, axes=4), scalar("tolerance", tolerance, low=0.0, high=1.0)
-    layers, samples = given.shape[-4], given.shape[-3]
-    if samples < (least := 4 if debiased else 2):
-        raise InputError("states", f"at least {least} samples", samples, "give more sequences", must="have")
-    finite, diverged = split_diverged(given, axes=4)
+    activations, share = checked_states(states, axes=4), scalar("tolerance", tolerance, low=0.0, high=1.0)
+    layers, samples = activations.shape[-4], activations.shape[-3]
+    if samples < (min_samples := 4 if debiased else 2):
+        raise InputError("states", f"at least {min_samples} samples", samples, "give more sequences", must="have")
+    finite, diverged = split_diverged(activations, axes=4)
     x = finite.double().transpose(-3, -2).flatten(-4, -3)
     varies = (x.amax(dim=-2) - x.amin(dim=-2)) > share * x.abs().amax(dim=-2)
     x = (x - x.mean(dim=-2, keepdim=True)) * varies[..., None, :]
@@ -116,8 +116,8 @@ class OwnLocation:
     """How much of each vertical slice stays at its own location, at [a, b] for layers a and b.
 
     Attributes:
-        share: of locations of layer a, those to which no other location of layer b is as similar as the same one.
-        margin: similarity to the same location less that to the most similar other one, mean over locations.
+        share: fraction of the locations of layer a whose most similar location of layer b is the same one.
+        margin: similarity to the same location minus that to the most similar other one, mean over locations.
     """
 
     share: Float[Tensor, "*seed layer layer"]
@@ -148,5 +148,5 @@ def own_location(similarity: ArrayLike | Tensor) -> OwnLocation:
     others = table.masked_fill(same, -torch.inf)
     margin = table.diagonal(dim1=-2, dim2=-1) - others.masked_fill(others.isnan(), -torch.inf).amax(dim=-1)
     margin = margin.masked_fill(margin.isinf(), torch.nan)  # a location without another to compare with
-    above = (margin > 0).to(table.dtype).masked_fill(margin.isnan(), torch.nan)
-    return OwnLocation(above.nanmean(dim=-1), margin.nanmean(dim=-1))
+    most_similar = (margin > 0).to(table.dtype).masked_fill(margin.isnan(), torch.nan)
+    return OwnLocation(most_similar.nanmean(dim=-1), margin.nanmean(dim=-1))

@@ -1,4 +1,4 @@
-"""Check the hidden states that the probes of symmetry are given, and set diverged seeds apart."""
+"""Check the hidden states that are passed to probes, and separate diverged seeds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def split_diverged(
 
     An entry of the leading axes, such as a seed, counts as diverged if any of its last `axes` axes holds NaN or an
     infinity. Its zeros let the others be computed in one batch: a Cholesky factorisation fails on NaN. The probe sets
-    the results of diverged entries to NaN. Without any the tensor is returned as it is.
+    the results of diverged entries to NaN. If no entry diverged, the
+    tensor is returned unchanged.
 
     >>> split_diverged(torch.tensor([[1.0, 2.0], [3.0, torch.nan]]), axes=1)
     (tensor([[1., 2.],

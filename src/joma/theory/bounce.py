@@ -34,9 +34,8 @@ from joma.theory.inversion import Table
 
 # After this many e-foldings the slowest gap is below the smallest double; a later bounce counts as none.
 _VANISHED = 740.0
-_LATE_EFOLDINGS = np.append(np.linspace(0, 40, 400), np.linspace(40, _VANISHED, 300)[1:])[
-    1:
-]  # after the last time of the grid
+# Counted from the last time of the grid.
+_LATE_EFOLDINGS = np.append(np.linspace(0, 40, 400), np.linspace(40, _VANISHED, 300)[1:])[1:]
 _SUBDIVISIONS = 4  # of each interval of the grid
 
 
@@ -143,9 +142,8 @@ def _minima(table: Table) -> Float[np.ndarray, "2 time"]:
 def _refined(times: Float[np.ndarray, "2 time"]) -> Float[np.ndarray, "2 finer"]:
     """Divide every interval: entropy may turn twice while no component moves by much."""
     step = np.diff(times, axis=1).sum(axis=0)
-    points = [
-        times[:, :-1] + [np.zeros_like(step), fraction * step] for fraction in np.arange(_SUBDIVISIONS) / _SUBDIVISIONS
-    ]
+    fractions = np.arange(_SUBDIVISIONS) / _SUBDIVISIONS
+    points = [times[:, :-1] + [np.zeros_like(step), fraction * step] for fraction in fractions]
     return np.concatenate([np.stack(points, axis=-1).reshape(2, -1), times[:, -1:]], axis=1)
 
 

@@ -92,8 +92,8 @@ class Solution:
 def integrate(rhs: Rhs, y0: ArrayLike, times: ArrayLike, solver: Solver = DEFAULT_SOLVER) -> Solution:
     """Solve ẏ = rhs(t, y) from y(0) = y0, and stop where the solution blows up.
 
-    A blow-up is where |y_i| passes the solver's `bound`, or where the e-folding time
-    (1 + |y_i|)/|ẏ_i| falls below 2e-10 of t: the pole is then no further away than that.
+    A blow-up is where |y_i| passes the solver's `bound`, or where the e-folding time (1 + |y_i|)/|ẏ_i|
+    falls below 2e-10 of t: the pole is then no further away than that.
 
     Close to a pole the flow can be stiff: the growing component makes others relax ever faster to their equilibrium.
     DOP853 then takes steps that are limited by stability, not by accuracy, and would need millions of them. So after
