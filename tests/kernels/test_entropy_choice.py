@@ -1,4 +1,4 @@
-"""Which implementation of the row entropies is chosen, and that every one agrees with the plain twin."""
+"""Which implementation of the row entropies is chosen, and that every one agrees with the plain version."""
 
 from __future__ import annotations
 

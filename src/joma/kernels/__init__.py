@@ -1,1 +1,1 @@
-"""Speed code, in one place: each fast pass stands beside its plain twin, which is its oracle."""
+"""Fast implementations; the tests compare each with a plain version of the same computation."""

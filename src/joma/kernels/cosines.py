@@ -1,4 +1,4 @@
-"""Sums over the cosines of all pairs of unit vectors, block by block: no matrix of vectors by vectors is held."""
+"""Sums over the cosines of all pairs of unit vectors, block by block: the matrix of all cosines is never in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CosineSums(NamedTuple):
 
 
 def cosine_sums(unit: Float[Tensor, "vector dim"]) -> CosineSums:
-    """Return the sums block by block: the squares from the smaller of the two Gram matrices, each pair once.
+    """Return the sums over all pairs of unit vectors, block by block.
 
     >>> cosine_sums(torch.eye(2))
     CosineSums(square=tensor(2., dtype=torch.float64), absolute=tensor(0., dtype=torch.float64),
@@ -32,7 +32,7 @@ def cosine_sums(unit: Float[Tensor, "vector dim"]) -> CosineSums:
 
 
 def cosine_sums_from_matrix(unit: Float[Tensor, "vector dim"]) -> CosineSums:
-    """Return the sums from the whole matrix of cosines in float64: the plain twin, which is the oracle.
+    """Return the sums from the whole matrix of cosines in float64: the plain version, to compare with.
 
     >>> cosine_sums_from_matrix(torch.eye(2)).square
     tensor(2., dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Row entropies of attention, block by block: no matrix of queries by keys is ever held.
+"""Row entropies of attention, block by block: the matrix of all weights is never in memory.
 
 With scores s_ij = scale · q_i·k_j + bias_ij, m their largest value so far and d = s − m, two sums over keys are enough,
 
@@ -27,7 +27,7 @@ _COPIED_BYTES = 2**26  # of keys, queries or outputs copied at a time
 
 
 class BlockSize(NamedTuple):
-    """How many scores are in memory at once: in total, and of one head in queries by keys."""
+    """The number of scores in memory at once: in total, and of one head as queries × keys."""
 
     scores: int
     queries: int
@@ -36,10 +36,10 @@ class BlockSize(NamedTuple):
 
 # 1 MiB twice stays in the cache of one or two cores; a GPU needs more at once to be busy.
 _TILES = {"cpu": BlockSize(2**18, 128, 1024), "cuda": BlockSize(2**24, 512, 4096)}
-# For each thread: strips of keys, on the diagonal squares of 64 queries, between the two squares of 64, 128 and 256.
+# For each thread: strips of 512 keys, squares of 64 on the diagonal, and squares of 64, 128 and 256 between the two.
 _STRIPS = BlockSize(2**20, 64, 512)
-_MAX_THREADS = 8  # with a head each, what a thread works on stays in its cache
-_MAX_SCORE = 30.0  # sums of exp(±30) without a shift are far from the limits of float32
+_MAX_THREADS = 8  # each works on one head, so that its data stay in its cache
+_MAX_SCORE = 30.0  # sums of exp(±30), without a shift, are far from the limits of float32
 
 
 def visible_keys(scores: Scores) -> Int[Tensor, "batch head query"]:
@@ -56,7 +56,7 @@ def visible_keys(scores: Scores) -> Int[Tensor, "batch head query"]:
     # An axis of stride 0 repeats one mask, which is counted once.
     mask = scores.mask[: 1 if scores.mask.stride(0) == 0 else None, : 1 if scores.mask.stride(1) == 0 else None]
     step = max(1, _tile(scores).scores // (mask.shape[0] * mask.shape[1] * keys))
-    count = torch.cat([_count_seen(scores, mask, row[i : i + step]) for i in range(0, queries, step)], dim=-1)
+    count = torch.cat([_count_visible(scores, mask, row[i : i + step]) for i in range(0, queries, step)], dim=-1)
     return count.expand(batch, heads, queries)
 
 
@@ -64,11 +64,11 @@ def _tile(scores: Scores) -> BlockSize:
     return _TILES.get(scores.query.device.type, _TILES["cuda"])
 
 
-def _count_seen(scores: Scores, mask: Tensor, row: Int[Tensor, " row"]) -> Int[Tensor, "mask_batch mask_head row"]:
-    seen = ~hidden(mask[:, :, int(row[0]) : int(row[-1]) + 1])
+def _count_visible(scores: Scores, mask: Tensor, row: Int[Tensor, " row"]) -> Int[Tensor, "mask_batch mask_head row"]:
+    visible = ~hidden(mask[:, :, int(row[0]) : int(row[-1]) + 1])
     if scores.causal:
-        seen &= torch.arange(seen.shape[-1], device=row.device) <= row[:, None]
-    return seen.sum(dim=-1)
+        visible &= torch.arange(visible.shape[-1], device=row.device) <= row[:, None]
+    return visible.sum(dim=-1)
 
 
 # Scores within ±30: sums without a shift
@@ -83,7 +83,7 @@ def bounded(scores: Scores) -> Rows:
     spent on the causally hidden half.
     """
     (batch, heads, queries, _), keys = scores.query.shape, scores.key.shape[2]
-    options = {"dtype": torch.float32, "device": scores.query.device}  # never what the user has set as the default
+    options = {"dtype": torch.float32, "device": scores.query.device}  # not the user's default dtype and device
     sums = torch.empty(2, batch, heads, queries, **options)
     threads = min(torch.get_num_threads(), _MAX_THREADS)
     heads_at_once, pieces = head_pieces(scores, threads * max(2, _STRIPS.scores // (queries * min(keys, _STRIPS.keys))))
@@ -97,11 +97,11 @@ def bounded(scores: Scores) -> Rows:
             piece = _power_sums(query.flatten(0, 1), key, cover, workspace)
             sums[(slice(None), *part)] = piece.unflatten(1, query.shape[:2])
     a, z = sums.double()
-    return Rows((z.log() - math.log(2) * a / z).float().clamp_(min=0), None)  # rounding alone goes below 0
+    return Rows((z.log() - math.log(2) * a / z).float().clamp_(min=0), None)  # only rounding makes it negative
 
 
 def fits_bounded(scores: Scores) -> bool:
-    """Return whether `bounded` can take these scores: by the Cauchy-Schwarz inequality, with centred keys."""
+    """Return whether `bounded` supports these scores: Cauchy-Schwarz, with centred keys, bounds them by 30."""
     if scores.query.device.type != "cpu" or scores.mask is not None or scores.query.dtype == torch.float64:
         return False
     query, key = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (scores.query, scores.key))
@@ -110,7 +110,7 @@ def fits_bounded(scores: Scores) -> bool:
 
 
 class Patch(NamedTuple):
-    """Rectangles of scores of one size: the first begins at (row, column), each next one `apart` further in both."""
+    """Equal rectangles of scores: the first begins at (row, column), each next one `apart` further along both axes."""
 
     row: int
     rows: int
@@ -167,8 +167,8 @@ def _power_sums(
         if diagonal:
             e.tril_()
         patch = s.new_empty(2, heads * times, rows)
-        for terms, to in ((e, patch[1]), (s.mul_(e), patch[0])):  # in turn: each thread then sums what it has written
-            torch.sum(terms, dim=-1, out=to)
+        for terms, out in ((e, patch[1]), (s.mul_(e), patch[0])):  # in turn: each thread sums what it has just written
+            torch.sum(terms, dim=-1, out=out)
         total.unfold(2, rows, apart)[:, :, :times] += patch.unflatten(1, (heads, times))
     return sums
 
@@ -177,7 +177,7 @@ def _power_sums(
 
 
 def blocked(scores: Scores) -> Rows:
-    """Return the rows for any mask, bias, shape and device, in float32 or float64."""
+    """Return entropy and largest weight of each row, for any mask, bias, shape and device, in float32 or float64."""
     (batch, heads, queries, _), keys, tile = scores.query.shape, scores.key.shape[2], _tile(scores)
     rows, columns = min(queries, tile.queries), min(keys, tile.keys)
     results = torch.empty(2, batch, heads, queries, dtype=scores.dtype, device=scores.query.device)
@@ -247,9 +247,10 @@ def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:
 
 
 def _two_buffers(workspace: Float[Tensor, "two size"], *shape: int) -> tuple[Tensor, ...]:
-    """Return two tensors of this shape from the middle of the workspace, where two halves of any size meet.
+    """Return two tensors of this shape, each from the middle of one row of the workspace.
 
-    Two threads then keep to their own halves: data taken from another core's cache costs more than the work on it.
+    Two threads split a tensor at its middle. As all shapes have the same middle, each thread stays in its own half:
+    data from another core's cache cost more time than the work on them.
     """
     size = math.prod(shape)
     return workspace.narrow(1, (workspace.shape[1] - size) // 2, size).view(2, *shape).unbind()

@@ -1,4 +1,4 @@
-"""Choose the implementation of attention's row entropies: the first that takes the scores at a given precision."""
+"""Choose the implementation of attention's row entropies: the first that supports the scores at a given precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from joma.kernels.gpu import TRITON
 
 
 class Implementation(NamedTuple):
-    """A way to compute the rows, the scores that it takes, and whether it also returns the largest weights."""
+    """A function that computes the rows, which scores it supports, and whether it also returns the largest weights."""
 
     rows: Callable[[Scores], Rows]
     fits: Callable[[Scores], bool]
@@ -38,7 +38,7 @@ def rounded(scores: Scores) -> Rows:
 
 
 def fits_triton(scores: Scores) -> bool:
-    """Return whether our Triton kernel takes these scores on this device."""
+    """Return whether our Triton kernel supports these scores on this device."""
     fits = scores.query.is_cuda and scores.query.dtype != torch.float64 and scores.query.shape[-1] <= 256
     return fits and _compiles(scores.query.device, scores.query.dtype, scores.query.shape[-1])
 
@@ -53,7 +53,7 @@ def _compiles(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
         rounded(Scores(ones, ones, None, True, 1.0))
         exact(Scores(ones, ones, None, True, 1.0))
         torch.cuda.synchronize(device)
-    except Exception as cause:  # whatever keeps the kernel from compiling, other implementations remain
+    except Exception as cause:  # if the kernel does not compile for any reason, another implementation is used
         warnings.warn(f"attention entropy is computed without its Triton kernel, which failed: {cause}", stacklevel=2)
         return False
     return True
@@ -67,7 +67,7 @@ IMPLEMENTATIONS = {
     "bounded": Implementation(bounded, fits_bounded, False),
     "blocked": Implementation(blocked, lambda _: True, True),
 }
-# In the order of preference. Half precision loses nothing in the Triton kernel, and is as fast at either precision.
+# In the order of preference. In half precision the Triton kernel is exact, and equally fast, at either precision.
 PRECISIONS = {
     "highest": ("exact", "efficient", "bounded", "blocked"),
     "high": ("rounded", "flash", "efficient", "bounded", "blocked"),
@@ -75,12 +75,14 @@ PRECISIONS = {
 
 
 def entropy_rows(scores: Scores, order: tuple[str, ...], *, largest: bool = False) -> Rows:
-    """Return the rows by the first implementation of `order` that takes the scores, and returns what is needed.
+    """Return the rows by the first implementation of `order` that supports the scores, and `largest` if needed.
 
     >>> ones = torch.ones(1, 1, 2, 4)
     >>> entropy_rows(Scores(ones, ones, None, True, 1.0), PRECISIONS["highest"]).entropy
     tensor([[[0.0000, 0.6931]]])
     """
     candidates = (IMPLEMENTATIONS[name] for name in order)
-    implementation = next(way for way in candidates if way.fits(scores) and (way.largest or not largest))
+    implementation = next(
+        candidate for candidate in candidates if candidate.fits(scores) and (candidate.largest or not largest)
+    )
     return implementation.rows(scores)

@@ -1,4 +1,4 @@
-"""Row entropies of attention from PyTorch's fused attention kernels on CUDA: no matrix of queries by keys is held.
+"""Row entropies of attention from PyTorch's fused attention kernels on CUDA, without the attention matrix.
 
 With o = attention(q, k, value := k) and lse_i the log-sum-exp of row i, both of which fused kernels return,
 
@@ -26,7 +26,7 @@ def efficient(scores: Scores) -> Rows:
 
 
 def flash(scores: Scores) -> Rows:
-    """Return the rows from flash attention, in half precision: its rounded output costs up to 0.1 nats."""
+    """Return the rows from flash attention, in half precision: its rounded output causes errors of up to 0.1 nats."""
     return _from_identity(scores, _flash_kernel, scores.query.dtype, multiple=8)
 
 
@@ -55,12 +55,12 @@ def _flash_kernel(query: Tensor, key: Tensor, causal: bool, scale: float) -> tup
 
 
 def fits_efficient(scores: Scores) -> bool:
-    """Return whether `efficient` can take these scores."""
+    """Return whether `efficient` supports these scores."""
     return scores.query.is_cuda and scores.mask is None and scores.query.dtype != torch.float64
 
 
 def fits_flash(scores: Scores) -> bool:
-    """Return whether `flash` can take these scores."""
+    """Return whether `flash` supports these scores."""
     square = not scores.causal or scores.query.shape[2] == scores.key.shape[2]
     small = scores.query.dtype in HALF and scores.query.shape[-1] <= 256
     return fits_efficient(scores) and square and small and torch.cuda.get_device_capability(scores.query.device)[0] >= 8

@@ -1,4 +1,4 @@
-"""The scores of attention whose row entropies the kernels return, and the plain twin: the whole matrix in float64."""
+"""The scores of attention whose row entropies the kernels return, and a plain version: the whole matrix in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def hidden(mask: Shaped[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
 
 
 def from_matrix(scores: Scores) -> Rows:
-    """Return the rows from the whole matrix of attention in float64: slow, plain, and the oracle of every kernel.
+    """Return the rows from the whole matrix of attention in float64, which the tests compare every kernel with.
 
         H_i = −Σ_j p_ij ln p_ij,    p_i = softmax_j(scale · q_i·k_j + bias_ij)
 
@@ -57,11 +57,11 @@ def from_matrix(scores: Scores) -> Rows:
     """
     key = scores.key.double().repeat_interleave(scores.group, dim=1)
     logits = scores.scale * scores.query.double() @ key.mT
-    seen = torch.ones_like(logits, dtype=torch.bool)
+    visible = torch.ones_like(logits, dtype=torch.bool)
     if scores.causal:
-        seen = seen.tril()
+        visible = visible.tril()
     if scores.mask is not None:
-        seen = seen & ~hidden(scores.mask)
+        visible = visible & ~hidden(scores.mask)
         logits = logits if scores.mask.dtype == torch.bool else logits + scores.mask.double()
-    p = logits.masked_fill(~seen, -torch.inf).softmax(dim=-1)  # NaN in a row without a key
+    p = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)  # NaN in a row without a key
     return Rows(torch.special.entr(p).sum(dim=-1), p.amax(dim=-1))

@@ -1,6 +1,6 @@
 """The sums of `entropy_blocks` in one pass on a GPU: products of queries and keys stay in registers.
 
-No value is multiplied. Scores are in units of ln 2, as the hardware computes exp2.
+The value vectors of attention are not needed. Scores are in units of ln 2, because the hardware computes exp2.
 """
 
 # No `from __future__ import annotations`: triton reads `tl.constexpr` from the annotations themselves.
@@ -135,7 +135,7 @@ def _kernel(
     """Compute one block of queries of one head."""
     blocks = tl.cdiv(sizes.queries, QUERIES)
     batch_head = tl.program_id(0) // blocks
-    block = blocks - 1 - tl.program_id(0) % blocks  # causal: the longest first
+    block = blocks - 1 - tl.program_id(0) % blocks  # if causal, those with the most keys first
     batch = (batch_head // sizes.heads).to(tl.int64)
     head = (batch_head % sizes.heads).to(tl.int64)
     rows = block * QUERIES + tl.arange(0, QUERIES)
@@ -179,7 +179,7 @@ def _kernel(
 def _store(results, offsets, inside, peak, z, a):
     """Write entropy and largest weight; NaN for a row without a visible key."""
     entropy = 0.6931471805599453 * (tl.log2(z) - a / z)
-    entropy = tl.where(entropy < 0, 0.0, entropy)  # rounding alone goes below 0; NaN stays
+    entropy = tl.where(entropy < 0, 0.0, entropy)  # only rounding makes it negative; NaN stays
     seen = peak > -5e29
     tl.store(results[0] + offsets, tl.where(seen, entropy, float("nan")), mask=inside)
     largest = tl.where(z < 1, 1.0, 1.0 / z)  # as above
@@ -206,7 +206,7 @@ def _step(
     PRODUCTS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Add one block of keys to the sums; `EDGE` where some score of it may be hidden."""
+    """Add one block of keys to the sums; `EDGE` if some of its scores may be hidden."""
     peak, z, a = sums
     query, mean, rows, dims = tile
     columns = start + tl.arange(0, KEYS)

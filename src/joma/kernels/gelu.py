@@ -22,7 +22,7 @@ _T_SCALE, _COEFFICIENTS = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1
 
 
 def gelu(y: Tensor) -> Tensor:
-    """Return y Φ(y), Φ the standard normal distribution function, exact up to the rounding of its type.
+    """Return y Φ(y), where Φ is the standard normal distribution function, exact up to rounding.
 
     >>> gelu(torch.tensor([-1.0, 0.0, 1.0]))
     tensor([-0.1587,  0.0000,  0.8413])

@@ -14,7 +14,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def jit(function: Callable[..., object]) -> Any:
-    """Compile a Triton kernel from the function as it is written: a type checker may have wrapped it in the tests."""
+    """Compile a function as a Triton kernel, without the wrapper of the run-time type checker in the tests."""
     import triton  # pyright: ignore[reportMissingImports]
 
     return triton.jit(inspect.unwrap(function))

@@ -1,11 +1,11 @@
-"""−ln p of the next token: the largest products of a language model, and most of the memory it moves.
+"""−ln p of the next token: the largest products of a language model, and most of its memory traffic.
 
 With l = x W + b and p = softmax(l), all that the gradients need of the logits is the excess e = p − 1[target]:
 
     ∂/∂x = g ∘ (e Wᵀ),    ∂/∂W = (g ∘ x)ᵀ e,    ∂/∂b = Σ g e,
 
-g the gradient of the result. So the forward pass leaves e where the logits were, and nothing else of their size is
-made. There are two ways to compute this: one seed after the other (CPU) and all seeds at once (compiled, CUDA).
+where g is the gradient of the result. So the forward pass overwrites the logits with e, and allocates nothing else of
+their size. There are two ways to compute this: one seed after the other (CPU) and all seeds at once (compiled, CUDA).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MIN_COMPILED_VOCABULARY = 1024  # below that, compiling the head does not pay off on CUDA
-CACHED_LOGITS = 1 << 19  # how many logits the CPU turns into their excess at once, while they are in its cache
+CACHED_LOGITS = 1 << 19  # logits that the CPU overwrites by their excess at once, while they are in its cache
 
 Flat = Float[Tensor, "seed sample width"]
 Weight = Float[Tensor, "seed width vocabulary"]
@@ -35,7 +35,7 @@ def surprisal(
 
     Args:
         x: the input of the head.
-        weight, bias: of the head.
+        weight, bias: parameters of the head.
         target: whole numbers [sample, position], or [seed, sample, position].
 
     >>> surprisal(torch.zeros(1, 1, 2, 3), torch.zeros(1, 3, 4), torch.zeros(1, 4), torch.tensor([[0, 3]]))
@@ -80,7 +80,7 @@ def _passes(x: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _forward_at_once(
     x: Flat, weight: Weight, bias: Bias, target: Tensor, *, dtype: torch.dtype, gradients: bool
 ) -> tuple[Tensor, ...]:
-    """Return the surprisals of all seeds, and what the backward pass needs if there are to be gradients.
+    """Return the surprisals of all seeds, and what the backward pass needs if `gradients`.
 
     Rows are padded with tokens of probability zero to a length that suits the tensor cores.
     """
@@ -110,7 +110,7 @@ def _backward_at_once(
 def _forward_by_seed(
     x: Flat, weight: Weight, bias: Bias, target: Tensor, *, dtype: torch.dtype, gradients: bool
 ) -> tuple[Tensor, ...]:
-    """Return the same on the CPU: large products one by one, logits turned into their excess while in the cache."""
+    """Return the same on the CPU: one product for each seed, and logits overwritten by their excess in the cache."""
     del dtype
     samples, vocabulary = x.shape[1], weight.shape[-1]
     excess = x.new_empty(len(x) if gradients else 1, samples, vocabulary)
@@ -118,13 +118,13 @@ def _forward_by_seed(
     for seed in range(len(x)):
         logits = torch.mm(x[seed], weight[seed], out=excess[seed if gradients else 0])
         columns = logits, target[seed, :, None], nats[seed, :, None]
-        for part, aim, out in zip(*(column.split(rows) for column in columns), strict=True):
+        for part, label, out in zip(*(column.split(rows) for column in columns), strict=True):
             largest = part.add_(bias[seed]).amax(dim=1, keepdim=True)
-            out.copy_(largest - part.gather(1, aim))
+            out.copy_(largest - part.gather(1, label))
             total = part.sub_(largest).exp_().sum(dim=1, keepdim=True)
             out.add_(total.log())
             if gradients:
-                part.div_(total).scatter_add_(1, aim, -torch.ones_like(total))
+                part.div_(total).scatter_add_(1, label, -torch.ones_like(total))
     return (nats, x, weight, excess) if gradients else (nats,)
 
 

@@ -33,7 +33,7 @@ def exact_products(device: torch.device) -> Iterator[None]:
 def thin_product(w: Float[Tensor, "*batch row column"], x: Float[Tensor, "*batch column block"]) -> Tensor:
     """Return w @ x for an x of few columns, by oneDNN for a single float32 matrix on the CPU.
 
-    oneDNN multiplies few columns a quarter faster than BLAS. The plain twin is `w @ x`, which serves all other cases.
+    oneDNN multiplies few columns a quarter faster than BLAS. All other cases use the plain version, `w @ x`.
 
     >>> thin_product(torch.eye(2), torch.tensor([[1.0], [2.0]]))
     tensor([[1.],

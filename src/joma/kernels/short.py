@@ -1,13 +1,13 @@
 """Attention over few positions in half precision on CUDA: one program for each head of each sample.
 
 Products of 11 by 11 numbers are too small for the libraries' batched products, and splitting heads costs a copy before
-and after each. One kernel reads queries, keys and values as products leave them, adds their biases, and writes what the
-next product reads; the backward pass computes the weights again:
+and after each. One kernel reads queries, keys and values as the projections write them, adds their biases, and
+writes what the next product reads; the backward pass computes the weights again:
 
     p = softmax(q kᵀ/√d + mask),   o = p v,
     ds = p ∘ (do vᵀ − Σ p ∘ do vᵀ),   dq = ds k/√d,   dk = dsᵀ q/√d,   dv = pᵀ do
 
-On the CPU the same operator runs as plain tensor code, which is the kernel's oracle.
+On the CPU the same operator runs as plain tensor code, and the tests compare the kernel with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Biases = Float[Tensor, "3 seed width"]
 
 
 def fits(x: Keys, heads: int) -> bool:
-    """Whether the kernel can attend over `x`: few positions, a known head width, half-precision products on CUDA."""
+    """Return whether the kernel supports `x`: few positions, a known head width, half-precision products on CUDA."""
     shape = x.shape[2] <= MAX_POSITIONS and x.shape[-1] // heads in _HEAD_WIDTHS
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     return TRITON and x.is_cuda and dtype in HALF and shape
@@ -47,8 +47,8 @@ def short_attention(
         query, key, value: heads one after the other along the last axis; there may be fewer queries than keys.
         mask: what is added to the scores of every head, the least finite number for keys that must not be seen. It gets
             no gradient.
-        heads: their number.
-        biases: of queries, keys and values, to be added to them.
+        heads: number of heads.
+        biases: of queries, keys and values, to which they are added.
 
     >>> value = torch.tensor([[[[1.0], [3.0]]]])
     >>> short_attention(torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 2, 1), value, torch.zeros(1, 2), heads=1)

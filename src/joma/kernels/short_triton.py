@@ -13,7 +13,7 @@ from torch import Tensor
 
 from joma.kernels.gpu import jit
 
-_MIN_BLOCK = 16  # the smallest factor of the tensor cores' products
+_MIN_BLOCK = 16  # the smallest side of a product on tensor cores
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, biases: Tensor | None, heads: int) -> Tensor:
@@ -108,8 +108,8 @@ def _store(pointer, values, length, heads, PART: tl.constexpr, ROWS: tl.constexp
 def _weights(query, key, mask_ptr, queries, keys, scale, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     rows, columns = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
     inside = (rows < queries) & (columns < keys)
-    added = tl.load(mask_ptr + rows * keys + columns, mask=inside, other=0.0).to(tl.float32)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale + added
+    mask = tl.load(mask_ptr + rows * keys + columns, mask=inside, other=0.0).to(tl.float32)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale + mask
     scores = tl.where(columns < keys, scores, float("-inf"))
     e = tl.exp(scores - tl.max(scores, 1)[:, None])
     return e / tl.sum(e, 1)[:, None]

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-MAX_ROWS = 512  # of a seed, up to which the product is the faster way
+MAX_ROWS = 512  # rows of one seed up to which the product is faster
 
 
 def lookup(
