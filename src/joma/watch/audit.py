@@ -29,7 +29,7 @@ PUBLISHER_REMEDY = "and report it to the publisher if nothing changes"
 SAMPLED_TENSORS, SPAN = 32, 512  # the number of sampled tensors per checkpoint, and of values from each
 DETOUR_RATIO = 2.0  # a detour this many times the smallest one is a fault; in correct series the ratio is 1
 MIN_CHECKPOINTS = 4  # the order of fewer checkpoints cannot be judged
-_METADATA = "words"  # the key of a sketch's metadata in stores
+_METADATA = "words"  # the key of a sketch's metadata in stores; existing stores have it, so it cannot be renamed
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Audit:
 
 
 def audit_series(series: Checkpoints, *, store: Store | None = None, progress: Progress = SILENT) -> Audit:
-    """Find unreadable, foreign, identical and misplaced checkpoints, and those whose weights are not finite.
+    """Find unreadable, identical and misplaced checkpoints, and those of another architecture or with NaN or infinity.
 
     Two faults are invisible to distances between checkpoints: a series that is reversed as a whole, and a wrong order
     among fewer than four checkpoints.
@@ -150,7 +150,7 @@ def _not_finite(name: str, sketch: Sketch) -> Iterator[Fault]:
 
 
 def _other_architectures(sketches: Mapping[str, Sketch]) -> Iterator[Fault]:
-    """Yield a fault for each checkpoint whose tensors have other names or shapes than those of the majority."""
+    """Yield a fault for each checkpoint whose tensors differ in name or shape from those of the majority."""
     if not sketches:
         return
     signatures = {name: json.dumps(sorted(sketch.shapes.items())) for name, sketch in sketches.items()}
@@ -239,7 +239,7 @@ def _best_fit(
 ) -> tuple[list[int], list[int]]:
     """Split identical checkpoints into the group of neighbours that fits its place best, and the others.
 
-    A place is judged by the checkpoints in `unique`, which equal no other: a wrong one would vouch for its copies.
+    The fit is judged by the checkpoints in `unique`, which equal no other: a wrong one would confirm its copies.
     """
     groups = [
         [index for _, index in group] for _, group in groupby(enumerate(cluster), key=lambda pair: pair[1] - pair[0])
@@ -285,7 +285,7 @@ def detours(
 
 
 def misplaced(between: Float[np.ndarray, "n n"]) -> list[tuple[int, int | None, int | None]]:
-    """Return the points that would fit elsewhere with less than 1/`DETOUR_RATIO` of their detour.
+    """Return the points whose detour would be less than 1/`DETOUR_RATIO` of the present one at another place.
 
     The point whose move shortens the path most is removed first and the others are judged without it, since a wrong
     point leaves a gap that its neighbours seem to fit.

@@ -97,7 +97,7 @@ def default_text(size: int = 200_000) -> str:
 
 
 def encode(text: str, folder: Path, name: str, *, length: int, count: int) -> Int[Tensor, "sequence position"]:
-    """Encode up to `count` x `length` tokens of `text` with the model's tokenizer, or as bytes if it has none.
+    """Return up to `count` sequences of `length` tokens of `text`, by the model's tokenizer, or bytes if it has none.
 
     A model with a smaller maximum length gets more sequences.
 

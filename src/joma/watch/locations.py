@@ -22,7 +22,7 @@ class Folders:
         self.path = path
 
     def names(self) -> list[str]:
-        """Return the subfolders."""
+        """Return the names of the subfolders."""
         return sorted(entry.name for entry in self.path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
     @property
@@ -36,7 +36,7 @@ class Folders:
         return self.path / name if (self.path / name).is_dir() else self.path
 
     def entries(self, name: str) -> dict[str, FileEntry]:
-        """Return the files of a checkpoint."""
+        """Return the files of a checkpoint, by name."""
         return {file.name: self._entry(name, file) for file in sorted(self.folder(name).iterdir()) if file.is_file()}
 
     def _entry(self, name: str, file: Path) -> FileEntry:
@@ -64,7 +64,7 @@ class Hub:
         self.commits: dict[str, str] = {}
 
     def names(self) -> list[str]:
-        """Return the branches and tags."""
+        """Return the names of the branches and tags."""
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.repository):
             raise self._not_found("not a repository's name")
         refs = self._request(lambda: self.api.list_repo_refs(self.repository))
@@ -72,14 +72,14 @@ class Hub:
         return sorted(self.commits)
 
     def folder(self, name: str, files: Iterable[str]) -> Path:
-        """Download `files` of a revision and the files that describe the model and its tokenizer."""
+        """Download `files` of a revision, with those that describe the model and its tokenizer; return their folder."""
         options = {"revision": self.commits[name], "endpoint": self.api.endpoint}
         patterns = [*files, *DESCRIPTIONS]
         download = self.hub.snapshot_download
         return Path(self._request(lambda: download(self.repository, allow_patterns=patterns, **options), name))
 
     def entries(self, name: str) -> dict[str, FileEntry]:
-        """Return the files of a revision."""
+        """Return the files of a revision, by name."""
         tree = self._request(lambda: list(self.api.list_repo_tree(self.repository, revision=self.commits[name])))
         return {file.path: self._entry(name, file) for file in tree if isinstance(file, self.hub.hf_api.RepoFile)}
 

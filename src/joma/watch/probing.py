@@ -36,7 +36,7 @@ EMBEDDING = re.compile(  # the token embedding, as the architectures name it
     r"(?:^|\.)(embed_in|embed_tokens|wte|word_embeddings|tok_embeddings|token_embedding|tok_emb|embeddings|shared)\.weight$"
 )
 LENGTH, SEQUENCES = 256, 8  # tokens per sequence, and sequences, of the text that models are run on
-SPANS, SPAN_ROWS = 8, 256  # embeddings are sampled in so many evenly spaced spans of so many rows
+SPANS, SPAN_ROWS = 8, 256  # evenly spaced spans of rows that are sampled of an embedding, and rows in each
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def probe(
     faults = list(audit_series(series, store=store, progress=progress).faults)
     left_out = Audit(tuple(faults)).left_out
     measures = [WEIGHTS]
-    for first in [checkpoint for checkpoint in series if checkpoint.name not in left_out][:1]:
+    first = next((checkpoint for checkpoint in series if checkpoint.name not in left_out), None)
+    if first is not None:
         try:
             measures.append(_attention_measure(first, default_text() if text is None else text))
         except Unreadable as error:
@@ -126,7 +127,7 @@ def measure_weights(checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
 
 
 def _finite(checkpoint: LazyCheckpoint, name: str, values: Float[Tensor, "row column"]) -> Float[Tensor, "row column"]:
-    """Return `values` if all are finite; the audit has looked at a sample only."""
+    """Return `values` if all are finite, else raise an error: the audit has seen a sample only."""
     if not bool(values.isfinite().all()):
         got = f"NaN or infinities in {name}"
         raise Unreadable(checkpoint.name, "finite weights", got, NOT_FINITE_REMEDY, must="have")
@@ -201,7 +202,7 @@ DIMS = {
 
 
 def _combine(series: Checkpoints, measurements: Mapping[str, Mapping[str, np.ndarray]]) -> xr.Dataset:
-    """Combine the measurements into one Dataset over the steps; NaN where a checkpoint was measured in part."""
+    """Combine the measurements into one Dataset over the steps; NaN for what a checkpoint lacks."""
     parts, in_order = [], sorted(measurements.items(), key=lambda item: int(item[1]["step"]))
     for _, values in in_order:
         names = {dim: json.loads(values[dim].tobytes()) for dim in ("layer", "weight") if dim in values}

@@ -28,7 +28,7 @@ from joma.probes.rank import stable_rank
 from joma.runs import provenance, write_trajectory
 from joma.watch.sdpa import QUANTITIES, attention, check_model, check_rows
 
-MAX_STACKED = 2**24  # numbers that are copied at once to measure weights of the same shape together
+MAX_STACKED = 2**24  # elements that are copied at once to measure weights of the same shape together
 LOWER_MATRIX = (  # of an MLP, in GPT-NeoX, OPT, torch, Llama, Phi, GPT-2, BERT and ViT, OLMo, DistilBERT, T5
     r"(?:^|\.)(dense_h_to_4h|fc1|linear1|up_proj|gate_proj|gate_up_proj|c_fc|intermediate\.dense|ff_proj|lin1|wi|wi_[01]"
     r"|w1)\.weight$"
@@ -73,7 +73,7 @@ class Recorder:
         model: any module that `joma.watch.attention` can watch.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments; it is moved to the
             model's device.
-        at: the steps to probe at, for example from `joma.schedule`; or an interval in steps; or a function of the step.
+        at: the steps to probe at, such as those of `joma.schedule`; or an interval in steps; or a function of the step.
             By default 0, 8, 16, 32 … 512 and every 1,000. If a due step is skipped, the next call probes instead.
         forward: how to run `model` on `batch`, if not by `model(batch)`, `model(*batch)` or `model(**batch)`.
         ranks: True for the stable ranks of the MLPs' lower matrices, which are recognised by their usual names, or of
@@ -197,9 +197,9 @@ class Recorder:
         """Return what is logged: for each layer the mean and minimum over its heads, and each stable rank."""
         scalars: dict[str, float] = {}
         for layer, heads in zip(measurement.layers, measurement.values[0], strict=True):
-            known = heads[~np.isnan(heads)]  # none if the model has diverged
-            scalars[f"attention_entropy/{layer}"] = float(known.mean()) if known.size else math.nan
-            scalars[f"attention_entropy_min/{layer}"] = float(known.min()) if known.size else math.nan
+            defined = heads[~np.isnan(heads)]  # empty if the model has diverged
+            scalars[f"attention_entropy/{layer}"] = float(defined.mean()) if defined.size else math.nan
+            scalars[f"attention_entropy_min/{layer}"] = float(defined.min()) if defined.size else math.nan
         ranks = zip(self.weights, measurement.ranks, strict=True)
         return scalars | {f"stable_rank/{name}": rank for name, rank in ranks}
 

@@ -3,7 +3,7 @@
 A `TorchFunctionMode` sees this call whatever name a module has bound the function to. The entropy is computed from the
 query, the key and the mask, and then the call proceeds unchanged, so that the outputs are the same bits.
 `torch.nn.functional.multi_head_attention_forward` hides its call from modes; a copy of it runs instead, the same code
-with two of its global names bound to ours. Hooks on the model's modules tell which module made the call; they are
+with two of its global names bound to ours. Hooks on the model's modules show which module made the call; they are
 removed when the context ends. A mode belongs to one thread: calls from other threads (`nn.DataParallel`) run normally
 and are not recorded.
 """
@@ -244,9 +244,9 @@ def attention(
         call; its second call in the same pass is `name[1]`.
 
     >>> block = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, batch_first=True, dropout=0.0)
-    >>> with attention(block) as seen:
+    >>> with attention(block) as recording:
     ...     out = block(torch.zeros(1, 5, 8))
-    >>> seen.entropy.sel(layer="self_attn").values
+    >>> recording.entropy.sel(layer="self_attn").values
     array([[1.6094..., 1.6094...]])
     """
     check_model(model)
@@ -267,7 +267,7 @@ def attention(
 
 @contextmanager
 def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[None]:
-    """Tell `recording` when each module is entered and left."""
+    """Register hooks that notify `recording` when each module is entered and left."""
     handles = []
     try:
         for name, module in modules.items():
@@ -299,7 +299,7 @@ class _Interceptor(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        del types  # this method is short because a pass makes hundreds of calls of it
+        del types  # this method is short because a pass calls it hundreds of times
         if func is _SDPA:
             func = self._attend
         elif func is _MULTI_HEAD:
@@ -319,7 +319,7 @@ class _Interceptor(TorchFunctionMode):
         """Run `multi_head_attention_forward` with its SDPA and its softmax replaced by ours."""
 
         def softmax(logits: Tensor, dim: int) -> Tensor:
-            """With `need_weights` there is no call of SDPA: measure the logits as a bias on empty queries and keys."""
+            """Measure the logits, as a bias on queries and keys of zero: with `need_weights` SDPA is not called."""
             bias = logits.unflatten(0, (-1, heads))
             zeros = bias.new_zeros(*bias.shape[:2], 1, 1)
             self._measure(zeros.expand(-1, -1, bias.shape[2], -1), zeros.expand(-1, -1, bias.shape[3], -1), bias)
@@ -335,8 +335,10 @@ class _Interceptor(TorchFunctionMode):
         copy.__kwdefaults__ = original.__kwdefaults__
         return copy(query, key, value, width, heads, *args, **kwargs)
 
-    def _measure(self, query: Tensor, key: Tensor, mask: Tensor | None, *, causal: bool = False, **more: Any) -> None:
-        """Give the entropy of this attention to each active recording, in the precision that it uses."""
+    def _measure(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, *, causal: bool = False, **options: Any
+    ) -> None:
+        """Add the entropy of this attention to each active recording, in that recording's precision."""
         active = [recording for recording in self.recordings if recording.active]
         if not active:
             return
@@ -344,7 +346,7 @@ class _Interceptor(TorchFunctionMode):
             for precision in {recording.precision: None for recording in active}:
                 recordings = [recording for recording in active if recording.precision == precision]
                 try:
-                    entropy = attention_entropy(query, key, causal=causal, mask=mask, precision=precision, **more)
+                    entropy = attention_entropy(query, key, causal=causal, mask=mask, precision=precision, **options)
                 except InputError as error:  # if torch cannot compute it either, SDPA raises its own error
                     for recording in recordings:
                         recording._refuse(error)

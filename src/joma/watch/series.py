@@ -313,9 +313,9 @@ class Measure:
     """A function of one checkpoint, and what identifies its results in a store.
 
     Attributes:
-        name: shown by the progress bar, and part of the identity.
-        version: to be raised whenever the result changes.
-        function: from a checkpoint to named arrays.
+        name: the label of the progress bar; part of the identity.
+        version: raised whenever the result changes.
+        function: maps a checkpoint to named arrays.
         options: everything else that the result depends on.
     """
 

@@ -1,6 +1,6 @@
 """Make a model call `scaled_dot_product_attention` eagerly while it is watched, and restore it afterwards.
 
-Three kinds of models do not make that call where it can be seen: the fused fast path of torch's Transformer modules,
+Three kinds of models make no such call that can be intercepted: torch's Transformer modules on their fused fast path,
 Hugging Face models with another implementation of attention, and compiled models.
 """
 

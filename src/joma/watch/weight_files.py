@@ -210,7 +210,7 @@ class SafetensorsFile(WeightFile):
 
 
 def _tensor_end(entry: Mapping[str, Any]) -> int:
-    """Return where a tensor's bytes end; there must be as many as its shape and dtype require."""
+    """Return where a tensor's bytes end; raise ValueError unless they are as many as its shape and dtype require."""
     start, end = entry["data_offsets"]
     size = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
     if start < 0 or end - start != size:
