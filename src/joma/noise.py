@@ -2,7 +2,7 @@
 
     u_i = h(h(i ⊕ k_0) ⊕ k_1) / 2³²,    k_j = h(h(h(h(j + 1) + seed) + step) + site)    (seed, step: low, high word)
 
-A generator has a state, and what it draws next depends on all earlier draws. Here nothing is drawn: a seed's dropout
+A generator has a state, and what it draws next depends on all earlier draws. Here there is no state: a seed's dropout
 masks are the same whichever other seeds train with it, however often the run was interrupted, and on every device. The
 step may be a tensor on the device, so that one captured CUDA graph serves all steps.
 
@@ -42,7 +42,7 @@ def key(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
     """Return the key of each seed at a step, two words, for `uniform` and `dropout`.
 
     Args:
-        seeds: the seeds' whole numbers [seed], on the device where the noise is wanted.
+        seeds: one whole number for each seed, [seed], on the device where the noise is used.
         step: one whole number; inside a captured or compiled step, a tensor on the same device.
 
     >>> key(torch.tensor([0, 7]), 3)[:, 1].equal(key(torch.tensor([7]), 3)[:, 0])
@@ -74,7 +74,7 @@ def uniform(shape: Sequence[int], *, key: Int[Tensor, "2 seed"], site: int) -> F
 
     Args:
         shape: without the seed's axis.
-        key: of `joma.noise.key`.
+        key: from `joma.noise.key`.
         site: a different number for every place where a model uses noise.
 
     >>> uniform((2,), key=key(torch.tensor([7]), 3), site=1)
@@ -89,7 +89,7 @@ def dropout(x: Float[Tensor, "seed ..."], p: float, *, key: Int[Tensor, "2 _"], 
     Args:
         x: with the seed's axis first.
         p: the probability of dropping an element.
-        key: of `joma.noise.key`, for the same seeds in the same order.
+        key: from `joma.noise.key`, for the same seeds in the same order.
         site: a different number for every place where a model uses noise.
 
     >>> dropout(torch.ones(1, 6), 0.5, key=key(torch.tensor([7]), 3), site=1)
@@ -98,7 +98,7 @@ def dropout(x: Float[Tensor, "seed ..."], p: float, *, key: Int[Tensor, "2 _"], 
     if not 0.0 <= p < 1.0:
         raise InputError("p", "in [0, 1)", p, "give the probability of dropping an element")
     if len(x) != key.shape[1]:
-        raise InputError("key", f"of {len(x)} seeds, like x", key.shape[1], "make it of the same seeds, in their order")
+        raise InputError("key", f"of {len(x)} seeds, like x", key.shape[1], "create it from the same seeds, in order")
     retained = _bits(x.shape[1:], key, site) >= round(p * 2**32)
     return x * retained * (1.0 / (1.0 - p))
 

@@ -138,9 +138,9 @@ def _theta(activation: str) -> float:
     rng = np.random.default_rng(3)
     arguments = zip(rng.normal(0, 2, 12), rng.uniform(0.3, 3, 12), rng.uniform(0.3, 2, 12), strict=True)
     errors = [
-        abs(_moment(named(activation), r, norm, sigma, power) - theta) / (1 + abs(theta))
-        for r, norm, sigma in arguments
-        for power, theta in enumerate(mixture.theta(activation, r, norm, sigma))
+        abs(_moment(named(activation), r, size, sigma, power) - theta) / (1 + abs(theta))
+        for r, size, sigma in arguments
+        for power, theta in enumerate(mixture.theta(activation, r, size, sigma))
     ]
     return float(np.max(errors))
 
@@ -182,9 +182,9 @@ def _tree() -> float:
 
 def _tree_limit() -> float:
     """Return the difference of co-occurrence at 1 − ρ = 1e-9 from its limit, for several c; it is of order 1 − ρ."""
-    c, near = np.array([0.0, 0.5, 1.0, 3.0]), 1e-9
+    c, gap = np.array([0.0, 0.5, 1.0, 3.0]), 1e-9
     height, depth = np.arange(1, 6)[:, None], 6
-    probability = hierarchy.cooccurrence(height, depth, near, c * near, complement=True)
+    probability = hierarchy.cooccurrence(height, depth, gap, c * gap, complement=True)
     return float(np.abs(probability - hierarchy.cooccurrence_limit(height, depth, c)).max())
 
 

@@ -57,7 +57,7 @@ class BlockConfig:
         temperature: T of softmax attention; the other two have none.
         residual: whether u_q is added. bias: whether there is a bias β.
         norm: LayerNorm of f, without gain or offset, before W. skip: the first K components of f are added to h,
-            so that the loss sees the attention past W. Both break the conservation law.
+            so that the loss depends on attention also past W. Both break the conservation law.
         scale: standard deviation of the initial `w` and `z`.
     """
 
@@ -150,7 +150,7 @@ class Block(nn.Module):
         `query` [sample] or [seed, sample] is the query token of each sample; it may be None if there is only one.
         """
         self._check(x, query)
-        z = self.z if query is None else _rows(self.z, query)
+        z = self.z if query is None else _query_logits(self.z, query)
         return self.attention(z / self.config.temperature, x.to(z.dtype))
 
     def forward(self, x: Float[Tensor, "*seed sample token"], query: Tensor | None = None) -> Tensor:
@@ -182,14 +182,14 @@ class Block(nn.Module):
         return b.mean(dim=-2) if weight is None else (weight[..., None] * b).sum(dim=-2)
 
     def pull(self) -> Float[Tensor, "seed token"]:
-        """Return E[b (Σ_k g_k h'_k v_k · b)] from the last backward pass; the ledger's gap is made of it.
+        """Return E[b (Σ_k g_k h'_k v_k · b)] from the last backward pass, for the ledger's gap.
 
-        With the loss averaged over samples of weight p_i, ∂loss/∂b_i = −p_i Σ_k g_k h'_k v_k, so that the weights are
-        in the gradient already:
+        With the loss averaged over samples of weight p_i, ∂loss/∂b_i = −p_i Σ_k g_k h'_k v_k, so that the gradient
+        already contains the weights:
 
             pull = −Σ_i b_i (b_i · ∂loss/∂b_i)
 
-        With `norm` or `skip` it contains the whole gradient that reaches b, by either path.
+        With `norm` or `skip` it contains the whole gradient of b, by both paths.
         """
         b = self._last_b()
         if b.grad is None:
@@ -229,7 +229,7 @@ def _embeddings(embeddings: Tensor | None, dim: int | None, columns: int) -> Ten
     return embeddings
 
 
-def _rows(z: Float[Tensor, "seed query token"], query: Int[Tensor, "*seed sample"]) -> Tensor:
+def _query_logits(z: Float[Tensor, "seed query token"], query: Int[Tensor, "*seed sample"]) -> Tensor:
     """Return the logits of each sample's query token, [seed, sample, token]."""
     if query.ndim == 1:
         return z[:, query]

@@ -1,4 +1,4 @@
-"""The parts of a decoder: which choices there are, and a config that is checked when it is made."""
+"""The parts of a decoder: the possible choices, and a config that is checked when it is created."""
 
 from __future__ import annotations
 

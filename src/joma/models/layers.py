@@ -80,7 +80,7 @@ class KeyedDropout:
     sites: tuple[str, ...]
 
     def applies(self, key: Tensor | None, site: str) -> bool:
-        """Whether there is dropout at this site."""
+        """Return whether there is dropout at this site."""
         return key is not None and self.p > 0 and site in self.sites
 
     def __call__(self, x: Tensor, key: Tensor | None, site: str) -> Tensor:
@@ -173,7 +173,7 @@ class Attention(nn.Module):
         self.dropout = KeyedDropout(config.dropout, config.sites)
         self.heads, width, bias = config.heads, config.width, config.attention_bias
         query, key, self.value = (Linear(draw, "attention", width, width, bias=bias) for _ in range(3))
-        # Query and key are drawn even if they are not used, so that all other parameters start as with trained ones.
+        # Query and key are drawn even if unused, so that all other parameters start as they do with trained attention.
         self.query, self.key = (None, None) if config.attention == "uniform" else (query, key)
         for linear in (query, key):
             linear.requires_grad_(config.attention == "trained")
@@ -194,7 +194,7 @@ class Attention(nn.Module):
         """Return the output of attention at the query positions; `mask` is added to the scores."""
         mask = query_positions.select(mask, dim=-2)
         use_kernel = override is None and self._kernel_fits(x, mask, noise, watched)
-        # The kernel adds the biases itself, except before a rotation, which must turn them too.
+        # The kernel adds the biases itself, unless queries and keys are rotated: the rotation must include the biases.
         biases = self._stacked_biases() if use_kernel and self.rotation is None else None
         query, key, value = self._project(x, query_positions, add_bias=biases is None)
         if query is not None and key is not None and override is not None:
@@ -217,7 +217,7 @@ class Attention(nn.Module):
         return query, key
 
     def _kernel_fits(self, x: ResidualStream, mask: Tensor, noise: Tensor | None, watched: Watched) -> bool:
-        """Whether nobody needs the attention weights themselves, and the kernel has these sizes."""
+        """Return whether the kernel can be used: nothing reads the attention weights, and it supports the sizes."""
         plain = "attention" not in watched and mask.ndim == 2 and not self.dropout.applies(noise, "weights")
         return plain and self.query is not None and fits(x, self.heads)
 
@@ -329,7 +329,7 @@ class Layer(nn.Module):
         return self.norms[part](x) if self.norm_placement == "pre" else x
 
     def _add_residual(self, part: int, x: ResidualStream, y: ResidualStream, scale: Tensor | None) -> ResidualStream:
-        """Return the output y of attention (part 0) or MLP (part 1) with its input x added; then the norm, if after."""
+        """Return the output y of attention (part 0) or MLP (part 1) plus its input x, then the norm if it is `post`."""
         if scale is not None:
             y = torch.addcmul(y, x, scale[:, part, None, None, None])
         elif self.residual[part]:

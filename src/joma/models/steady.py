@@ -1,7 +1,7 @@
-"""A decoder whose attention can be frozen from some step on, while all its other parameters go on training.
+"""A decoder whose attention can be frozen from some step on, while all its other parameters continue to train.
 
-Freezing W_Q and W_K does not do that: what they multiply, embeddings and the output of lower layers, still changes, and
-attention with it. Here queries and keys come from a frozen copy of the decoder, which reads the same tokens with the
+Freezing W_Q and W_K is not enough: their inputs, embeddings and the output of lower layers, still change, and so does
+attention. Here queries and keys come from a frozen copy of the decoder, which reads the same tokens with the
 same dropout.
 """
 
@@ -31,7 +31,7 @@ class FrozenAttentionDecoder(Decoder):
     through it.
 
     Args:
-        config, generators, options: as of `Decoder`; attention must not be uniform nor positions learned.
+        config, generators, options: as for `Decoder`; attention must not be uniform, and positions must not be learned.
         freeze_steps: for each seed, the step from which its attention is frozen.
 
     >>> config = DecoderConfig(vocabulary=10, width=8)
@@ -64,7 +64,7 @@ class FrozenAttentionDecoder(Decoder):
         if config.attention == "uniform" or (self.positions is not None and self.positions.requires_grad):
             expected = "attention that is not uniform, and positions that are not learned"
             got = f"{config.attention} attention, {config.positions} positions"
-            remedy = "take trained attention, and sinusoidal or rotary positions"
+            remedy = "use trained attention, and sinusoidal or rotary positions"
             raise InputError("config", expected, got, remedy, must="have")
         self.register_buffer("freeze_steps", steps, persistent=False)
         self.register_buffer("going", torch.ones_like(steps, dtype=torch.bool))

@@ -41,7 +41,7 @@ __all__ = ["CHOICES", "INITS", "SITES", "Decoder", "DecoderConfig", "Layer", "Li
 
 
 class Decoder(nn.Module):
-    """A decoder of the given parts.
+    """A Transformer decoder for many seeds at once, built from the parts that `config` names.
 
     Args:
         config: the parts.
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         self.embedding = draw("embedding", config.vocabulary, width)
         self.input_stage = InputStage(config)
         self.layers = nn.ModuleList(Layer(config, draw, number) for number in range(config.layers))
-        if config.alike:  # all layers are drawn even so, so that the head starts as it does without `alike`
+        if config.alike:  # all layers are drawn in any case, so that the head starts as without `alike`
             for layer in self.layers[1:]:
                 layer.load_state_dict(self.layers[0].state_dict())
         self.norm = Norm(draw, width) if config.norm == "pre" else None
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         self._init_positions(draw, positions)
 
     def _init_positions(self, draw: ParameterDraw, names: Sequence[str] | None) -> None:
-        """Make the positional encodings; learned ones are drawn last, so that all else starts as it does without."""
+        """Create the positional encodings; learned ones are drawn last, so that the other parameters do not change."""
         for buffer in ("positions", "learns_positions", "fixed_positions"):
             self.register_buffer(buffer, None, persistent=False)
         width, encodings = self.config.width, [self.config.positions]
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         if self.config.positions == "rotary" or (self.config.length is None and {*names} != {"none"}):
             got = f"{self.config.positions} positions, length {self.config.length}"
             expected = "a length and no rotary positions where each seed has its own encoding"
-            raise InputError("config", expected, got, "change it", must="have")
+            raise InputError("config", expected, got, "change the config, or omit `positions`", must="have")
 
     @property
     def position_encoding(self) -> Float[Tensor, "seed length width"] | None:
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         noise: Tensor | None = None,
         multiplicity: Tensor | None = None,
     ) -> Float[Tensor, "seed sample query output"]:
-        """Return the logits.
+        """Return the logits at the query positions.
 
         Args:
             tokens: [sample, position], or [seed, sample, position] where each seed has its own.
@@ -280,7 +280,7 @@ class Decoder(nn.Module):
         self, x: ResidualStream, multiplicity: Tensor | None, query_positions: QueryPositions
     ) -> Float[Tensor, "... query key"]:
         """Return what is added to the scores: 0 or ln m, and the least finite number for keys that must not be seen."""
-        # Not −∞: a row without any visible key would be NaN, which reaches the others as 0 · NaN.
+        # Not −∞: a row without any visible key would be NaN, which would reach other rows as 0 · NaN.
         least = torch.finfo(x.dtype).min
         blocks = [torch.ones(length, length, dtype=torch.bool, device=x.device) for length in query_positions.lengths]
         visible = torch.block_diag(*(block.tril() if self.config.mask == "causal" else block for block in blocks))
@@ -298,19 +298,19 @@ class Decoder(nn.Module):
         if multiplicity is not None and multiplicity.shape not in (tokens.shape, tokens.shape[-2:]):
             got = f"{tuple(multiplicity.shape)} for tokens {tuple(tokens.shape)}"
             raise InputError("multiplicity", "shaped like the tokens", got, "give one number for each position")
-        # Only the CPU reads values: on another device that would wait for it, and the table's end is the guard there.
+        # Values are checked on the CPU only: a GPU would have to be waited for, and there `_embed` guards the table.
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
             low, high = (int(bound) for bound in torch.aminmax(tokens))
             if low < 0 or high >= vocabulary:
                 raise InputError("tokens", f"in [0, {vocabulary - 1}]", f"{low} to {high}", "widen the vocabulary")
 
     def _check_lengths(self, positions: int, query_positions: QueryPositions) -> None:
-        (lengths, last), most = query_positions, self.config.length
+        (lengths, last), max_length = query_positions, self.config.length
         if sum(lengths) != positions or not lengths:
             raise InputError("lengths", f"up to {positions}", lengths, "give those of all sequences", must="add")
         listed = ", ".join(map(str, lengths))
-        if min(lengths) < 1 or (most is not None and max(lengths) > most):
-            expected = "at least 1 position" if most is None else f"1 to {most} positions"
+        if min(lengths) < 1 or (max_length is not None and max(lengths) > max_length):
+            expected = "at least 1 position" if max_length is None else f"1 to {max_length} positions"
             raise InputError("tokens", expected, listed, "cut them or raise `length`", must="have")
         if last > min(lengths):
             got = f"{last} for lengths {listed}"
