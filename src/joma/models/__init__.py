@@ -1,6 +1,6 @@
 """Plain torch modules, each readable in one sitting; the seed is the leading axis of every parameter.
 
-Nothing here imports the theory: the two meet in the studies, or their agreement would be circular.
+Nothing here imports the theory. Only the studies compare the two: otherwise their agreement would be circular.
 """
 
 from joma import lazy

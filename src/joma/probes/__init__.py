@@ -1,4 +1,4 @@
-"""Probes: tensor to tensor, without knowledge of models, so that a toy block and a large model are measured alike.
+"""Probes: functions of tensors that know nothing about models, so that small and large models are measured alike.
 
 - `entropy`: the entropy of attention, from its weights or from queries and keys alone.
 - `rank`: the stable rank of weights.

@@ -66,8 +66,8 @@ def attention_entropy(
 
         H_i = −Σ_j p_ij ln p_ij,    p_i = softmax_j(scale · q_i·k_j + bias_ij)
 
-    in nats, exact up to rounding, in memory proportional to the length. The arguments mean what they mean for
-    `torch.nn.functional.scaled_dot_product_attention`. It is a measure: no gradient flows through it.
+    in nats, exact up to rounding, in memory proportional to the length. The arguments have the same meaning as in
+    `torch.nn.functional.scaled_dot_product_attention`. The result has no gradient.
 
     Args:
         query: [*batch, head, query, dim], float16, bfloat16, float32 or float64, with any number of leading axes.

@@ -70,7 +70,7 @@ def permutation_gap(
     Where a seed's output holds NaN or an infinity its results are NaN, and those of the other seeds are not. A model
     without a seed axis that returns such logits raises an error.
 
-    All permutations are tried up to 6 earlier tokens, beyond that `samples` random ones for each sequence.
+    With up to 6 earlier tokens all permutations are tried, with more `samples` random ones for each sequence.
 
     Args:
         model: a callable from whole numbers [sample, position] to logits [*seed, sample, position, output], or to an

@@ -52,8 +52,8 @@ def cooccurrence(
     gap, gap0 = _gap("rho", rho, low=0.0, complement=complement), _gap("rho0", rho0, low=-1.0, complement=complement)
     broadcast(height=height, depth=depth, rho=gap, rho0=gap0)
     if ((gap == 0) & (gap0 == 0)).any():
-        remedy = "no token ever occurs there; `cooccurrence_limit(height, depth, c)` is the limit on the way to it"
-        raise InputError("rho`, `rho0", "not both exactly 1", "rho = rho0 = 1", remedy)
+        remedy = "no token ever occurs there; use `cooccurrence_limit(height, depth, c)` for the limit"
+        raise InputError("rho`, `rho0", "exactly 1", "rho = rho0 = 1", remedy, must="not both be")
     return _given_latent(height, height, np.asarray(depth - 1 - height), gap, gap0)
 
 
@@ -115,7 +115,7 @@ def cooccurrence_matrix(
 
     Tokens joined below the root are as in `cooccurrence`, with the ρ_0 of the root's child above them; the others as in
     `root_cooccurrence`. The diagonal is 1. Tokens may lie at different depths (wider than the theorem): with heights
-    H_l and H_m below the common ancestor, ρ^{2H} becomes ρ^{H_l+H_m}, and ρ^{L−1} each token's own.
+    H_l and H_m below the common ancestor, ρ^{2H} becomes ρ^{H_l+H_m}, and each token has its own ρ^{L−1}.
 
     Args:
         parents, p0, p_child: the tree, see the module's docstring; `p_child` in [−1, 1].
@@ -255,6 +255,7 @@ def _leaves(parents: Int[np.ndarray, " node"]) -> Int[np.ndarray, " token"]:
 
 
 def _paths(parents: Int[np.ndarray, " node"]) -> Int[np.ndarray, "level token"]:
+    """Return the ancestor of each token at each depth; −1 below the token."""
     above, depth = parents, np.zeros_like(parents)
     while (above >= 0).any():
         depth += above >= 0

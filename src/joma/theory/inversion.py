@@ -10,7 +10,7 @@ residual of time; the same series, applied for that residual, corrects the guess
 that q = w exp(S(w)) decays exactly as exp(−λt), λ = exp(μ²/2). The gap is a power series in q, and ln w follows from
 ln q even when w is far below the rounding of μ.
 
-Panels are as wide as possible while both w and exp(v²/2) change little over one: uniform in w, then geometric.
+Panels are as wide as possible while both w and exp(v²/2) change little over a panel: uniform in w, then geometric.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _locate(
 def _locate_finely(
     switch: Float[np.ndarray, "2 knot component"], t: Float[np.ndarray, "2 time"]
 ) -> Int[np.ndarray, "time component"]:
-    """As `_locate`, where switches of one component may differ in their second part only."""
+    """Return the same as `_locate`, where switches of one component may differ in their second part only."""
     both = np.concatenate([switch.reshape(2, -1), t], axis=1)
     order = np.lexsort(both[::-1])
     is_time = order >= switch[0].size
