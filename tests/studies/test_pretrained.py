@@ -3,7 +3,7 @@
 import builtins
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -241,6 +241,25 @@ def test_a_bad_setting_is_named(changes, tmp_path):
     with pytest.raises(InputError, match=f"`{name}`"):
         pretrained.run(replace(SMALL, **changes), Context((0,), checkpoints=tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+CHANGES = {
+    "corpus": "text.txt", "layers": 1, "heads": 4, "width": 24, "length": 12, "batch": 3, "steps": 11, "every": 3,
+    "rate": 1e-2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_field_changes_the_run(name, trajectory, tmp_path):
+    (tmp_path / "text.txt").write_text("A text of which some words come again and some do not. " * 40)
+    value = str(tmp_path / "text.txt") if name == "corpus" else CHANGES[name]
+    assert value != getattr(SMALL, name)
+    changed = pretrained.run(replace(SMALL, **{name: value}), Context((0,), checkpoints=tmp_path / "run"))
+    assert not changed.equals(trajectory.sel(seed=[0]))  # `faults`, an attribute, names all seeds
+
+
+def test_every_field_is_changed_in_some_test():
+    assert {*CHANGES, "models", "revisions"} == {field.name for field in fields(Config)}  # the two have tests above
 
 
 def test_a_corpus_shorter_than_a_window_is_named(tmp_path):

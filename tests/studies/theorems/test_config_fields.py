@@ -1,0 +1,88 @@
+"""Every field of the configs of `studies/theorems` changes the run."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import fields, replace
+
+import jaxtyping
+import pytest
+import xarray as xr
+
+from joma.studies.theorems import cooccurrence, critical_points, invariance, sparse_dense, winner
+from joma.study import Context
+
+MODULES = {
+    "invariance": invariance, "winner": winner, "sparse-dense": sparse_dense, "critical-points": critical_points,
+    "cooccurrence": cooccurrence,
+}  # fmt: skip
+SEED = 2  # with which the runs of the plain ReLU flow in one mixture do not all end alike
+CONFIGS = {
+    "invariance": invariance.Config(classes=3, distinct=2, common=2, dim=9, steps=10),
+    "winner": winner.Config(tokens=3, samples=6, steps=200, until=0.5, figure_3_steps=10),
+    "sparse-dense": sparse_dense.Config(
+        figure_4_mu=(1.3, 2.4, 3.6), figure_4_steps=50, until=0.05, components=2, draws=2
+    ),
+    "critical-points": critical_points.Config(
+        tokens=3, components=2, close=0.5, starts=3, overlaps=(0.0,), mixtures=4, runs=5, clock=200.0, driven=("relu",),
+        context_tokens=3, samples=2, horizon=0.5, times=3,
+    ),
+    "cooccurrence": cooccurrence.Config(samples=1000, trees=1, rhos=(0.3, 0.7), c=(0.0, 1.0), gaps=(0.3, 0.1)),
+}  # fmt: skip
+CHANGES = {
+    "invariance": {
+        "classes": 4, "distinct": 3, "common": 3, "dim": 10, "steps": 9, "rate": 0.2, "rate_z": 0.2,
+        "temperature": 0.6, "overlap": 0.3, "decay": 0.02, "adam_rate": 0.02,
+    },
+    "winner": {
+        "tokens": 4, "samples": 7, "steps": 202, "until": 0.6, "figure_3_steps": 9, "figure_3_rate": 0.2,
+        "figure_3_temperature": 0.6,
+    },
+    "sparse-dense": {
+        "figure_4_mu": (1.3, 2.4), "figure_4_temperature": 2.0, "figure_4_step": 0.03, "figure_4_steps": 40,
+        "example_mu": (1.0, 2.0), "pair_mu": (1.5, 1.2), "v0": 0.06, "components": 3, "until": 0.04, "rate": 2e-3,
+        "draws": 3,
+    },
+    "critical-points": {
+        "activations": ("linear", "relu", "leaky_relu", "gelu", "silu", "tanh", "identity"), "tokens": 4,
+        "components": 3, "sigma": 0.6, "close": 0.9, "overlaps": (0.5,), "fate_tokens": 4, "fate_components": 2,
+        "mixtures": 3, "runs": 3, "clock": 1.0, "driven": ("relu", "tanh"), "decay": 0.2, "starts": 2,
+        "context_weights": (0.6, -0.25, -0.25), "context_tokens": 4, "context_sigma": 0.1, "samples": 4,
+        "horizon": 0.4, "times": 4,
+    },
+    "cooccurrence": {
+        "samples": 1001, "trees": 2, "rhos": (0.3, 0.8), "rho": 0.8, "c": (0.0, 2.0), "gaps": (0.3, 0.2),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _without_shape_checks(monkeypatch):
+    """Skip the checks of shapes, with which `critical-points` is slow; the tests of each study make them."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def run_once(study, **changes):
+    return MODULES[study].run(replace(CONFIGS[study], **changes), Context((SEED,)))
+
+
+@functools.cache
+def baseline(study):
+    return run_once(study)
+
+
+@pytest.mark.parametrize("study", CHANGES)
+def test_every_field_is_changed_below(study):
+    assert set(CHANGES[study]) == {field.name for field in fields(MODULES[study].Config)}
+
+
+@pytest.mark.parametrize(("study", "name"), [(study, name) for study, changes in CHANGES.items() for name in changes])
+def test_a_changed_field_changes_the_run(study, name):
+    value = CHANGES[study][name]
+    assert value != getattr(CONFIGS[study], name)
+    assert not run_once(study, **{name: value}).identical(baseline(study))
+
+
+@pytest.mark.parametrize("study", CHANGES)
+def test_the_same_config_gives_the_same_run(study):
+    xr.testing.assert_identical(run_once(study), baseline(study))
