@@ -21,7 +21,7 @@ processor_ratio = partial(time_ratio, repeats=3, clock=time.process_time)
 
 
 def rows() -> Iterator[Row]:
-    """Yield what is measured, the requirement, the measured value, and whether it meets the requirement."""
+    """Yield what is measured, the target, the result, and whether the target is met."""
     mu = np.random.default_rng(0).uniform(0.5, 3, 100_000)
     ratio = _speed(mu)
     what = "growth.nonlinear, 1e5 x 200: speed per value over LSODA, 1e3 x 200"
@@ -30,8 +30,8 @@ def rows() -> Iterator[Row]:
     for name, more in (("components", (mu, _TIMES)), ("times", (part, more_times))):
         ratio = processor_ratio(partial(growth.nonlinear, *more), partial(growth.nonlinear, part, _TIMES))
         yield f"growth.nonlinear: cost of 4 times as many {name}", "≤ 4.8", f"{ratio:.2f}", ratio <= 4.8
-    spare = _memory(mu) / 2**20
-    yield "growth.nonlinear, 1e5 x 200: memory beside the result, MiB", "≤ 64", f"{spare:.0f}", spare <= 64
+    extra = _memory(mu) / 2**20
+    yield "growth.nonlinear, 1e5 x 200: memory beside the result, MiB", "≤ 64", f"{extra:.0f}", extra <= 64
     for function, error in (("linear", _linear_error), ("nonlinear", _nonlinear_error)):
         worst = max(map(error, *np.random.default_rng(1).uniform(-6, 6, (2, 200)), np.linspace(0, 1, 200)))
         what = f"growth.{function}: worst of 200 errors against mpmath, over 1 + |v̇| t"

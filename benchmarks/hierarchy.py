@@ -13,8 +13,8 @@ from joma.theory.hierarchy import cooccurrence_matrix, enumerate_cooccurrence
 
 SEED = 0
 TREES = 50  # random trees that are enumerated
-SAMPLED_TREES = 5  # of them
-SAMPLES = 200_000  # of each
+SAMPLED_TREES = 5  # of these trees, how many are also sampled
+SAMPLES = 200_000  # of each sampled tree
 
 
 def rows() -> Iterator[Row]:

@@ -17,7 +17,7 @@ SMOOTH = ("linear", "gelu", "silu", "tanh")
 
 
 def rows() -> Iterator[Row]:
-    """Yield what is measured, the requirement, the measured value, and whether it meets the requirement."""
+    """Yield what is measured, the target, the result, and whether the target is met."""
     for attention in ("linear", "exp", "softmax"):
         law = "ledger" if attention == "softmax" else "law"
         worst = _worst_flow(attention, SMOOTH, PROBLEMS)
@@ -36,7 +36,7 @@ def rows() -> Iterator[Row]:
 def _problem(
     rng: np.random.Generator, attention: str, activations: tuple[str, ...], *, rate: float = 1.0, steep: bool = True
 ) -> tuple[BlockFlow, np.ndarray, np.ndarray, np.ndarray]:
-    """Return a random flow and its start; a squared error is `steep`: SGD diverges on it at large rates."""
+    """Return a random flow and its start; `steep` allows a squared error, on which SGD with large steps diverges."""
     activation = activations[rng.integers(len(activations))]
     losses = [cross_entropy(rng.integers(HIDDEN, size=SAMPLES)), squared_error(rng.normal(size=(SAMPLES, HIDDEN)))]
     flow = block(
@@ -73,7 +73,7 @@ def _worst_flow(attention: str, activations: tuple[str, ...], problems: int) -> 
 
 
 def _sgd_error(flow: BlockFlow, w: np.ndarray, z: np.ndarray, bias: np.ndarray) -> float:
-    """Return the same error along SGD, whose step is the flow's velocity times 1."""
+    """Return the largest error of the ledger along SGD, whose step is the flow's velocity times 1."""
     v, logits, b_bar, pull = [flow.context.T @ w], [z], [], []
     for _ in range(STEPS):
         velocity = flow.velocity(w, z, bias)

@@ -26,11 +26,11 @@ from joma.train.cuda import matmul_precision
 from joma.train.state import Training
 
 SEEDS = (0, 1, 2)
-TARGETS = {1: 0.5, 10: 1.4}  # ms a step and seed on an H200, by layers
+TARGETS = {1: 0.5, 10: 1.4}  # ms per step and seed on an H200, by number of layers
 
 
 class Seconds(NamedTuple):
-    """Seconds a step and seed of the plain loop and of ours, and seconds a probe and seed."""
+    """Seconds per step and seed of the plain loop and of ours, and seconds per probe and seed."""
 
     plain: float
     ours: float
@@ -44,7 +44,7 @@ def paper_config() -> Config:
 
 
 class Plain(nn.Module):
-    """One seed of the model in PyTorch's own parts."""
+    """One seed of the model, built from PyTorch's own modules."""
 
     def __init__(self, config: Config, types: int, layers: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Plain(nn.Module):
 
 
 def plain_step(config: Config, text: TextColumns, layers: int) -> Callable[[int], None]:
-    """Return a function that makes a step of the plain eager loop with one seed."""
+    """Return a function that makes one step of the plain eager loop, with one seed."""
     model = Plain(config, text.types, layers).to(text.train.device)
     adam = torch.optim.Adam(model.parameters(), lr=config.rate)
 
@@ -79,7 +79,7 @@ def plain_step(config: Config, text: TextColumns, layers: int) -> Callable[[int]
 
 
 def our_step(config: Config, text: TextColumns, layers: int) -> tuple[Callable[[int], None], Decoder]:
-    """Return a function that makes a step of all seeds in our loop, and their model."""
+    """Return a function that makes one step of our loop, with all seeds, and their model."""
     context, seeds = Context(SEEDS, str(text.train.device)), torch.tensor(SEEDS, device=text.train.device)
     model = Decoder(decoder_config(config, Variant(layers), text.types), generators=context.seed_generators())
 
@@ -113,7 +113,7 @@ def rows() -> Iterator[Row]:
 
 
 def time_steps(config: Config, text: TextColumns, layers: int) -> Seconds:
-    """Time steps of both loops in turn, the shortest of four, and a probe."""
+    """Return the shortest of four steps of each loop, which take turns, and the time of a probe."""
     (ours, model), plain = our_step(config, text, layers), plain_step(config, text, layers)
     shortest = {"ours": float("inf"), "plain": float("inf")}
     for number in range(4):
@@ -144,7 +144,7 @@ def quick_probes() -> Row:
 
 
 def on_cuda(config: Config) -> Iterator[Row]:
-    """Yield milliseconds a step and seed, three seeds at once, and their ratio to the least that the GPU needs."""
+    """Yield milliseconds per step and seed, three seeds at once, and their ratio to the lower bound of the GPU."""
     text = read_text(config, Context(SEEDS, "cuda"))
     bandwidth, products = ceilings()
     yield f"the card's ceilings: {bandwidth / 1e12:.2f} TB/s, {products / 1e12:.0f} TFLOP/s in bf16", "–", "", True
@@ -176,7 +176,7 @@ def work(model: Decoder, config: Config, types: int) -> tuple[float, float]:
 
     Adam reads parameter, gradient and moments and writes all but the gradient (28 bytes); gradients are written, and
     read for their norm (8); weights are read and written as bf16 (6). Logits of bf16 are written, read for their sum,
-    turned into their excess and read by two products (12). A weight in a product costs 6 operations a token.
+    turned into their gradient and read by two products (12). A weight in a product costs 6 operations per token.
     """
     tokens = config.batch * config.length * len(SEEDS)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -186,7 +186,7 @@ def work(model: Decoder, config: Config, types: int) -> tuple[float, float]:
 
 
 def ceilings() -> tuple[float, float]:
-    """Return the bytes a second of a copy of 1 GiB, and the operations a second of an 8,192 x 8,192 product in bf16."""
+    """Return bytes per second of a copy of 1 GiB, and operations per second of an 8,192 x 8,192 product in bf16."""
     source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     rates = []

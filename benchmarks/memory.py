@@ -1,4 +1,4 @@
-"""The memory of this process, as Linux reports it. Few modules are imported here: they would add to the memory."""
+"""The memory of this process, as Linux reports it. This module imports little: imports would add to the memory."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Attention entropy and stable rank against the plain way: speed, memory and error, on the CPU and on a CUDA device.
+"""Attention entropy and stable rank against plain PyTorch: speed, memory and error, on the CPU and on a CUDA device.
 
-The plain way to the entropy is the whole matrix: `softmax`, then `entr`. On CUDA every implementation is timed and its
-error measured, so that the order in `joma.kernels.entropy_choice.PRECISIONS` can be judged.
+Plain PyTorch computes the entropy from the whole matrix: `softmax`, then `entr`. On CUDA every implementation is timed
+and its error measured, so that the order in `joma.kernels.entropy_choice.PRECISIONS` can be judged.
 """
 
 import statistics
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def inputs(length: int, heads: int, device: str, dtype: torch.dtype = torch.floa
 
 
 def eager(query: Tensor, key: Tensor, *, upcast: bool = False) -> Tensor:
-    """Return causal entropy from the whole matrix; `upcast` takes the softmax in float32, as models do."""
+    """Return causal entropy from the whole matrix; `upcast` computes the softmax in float32, as models do."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
     p = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1, dtype=torch.float32 if upcast else query.dtype)
@@ -64,7 +65,7 @@ def eager(query: Tensor, key: Tensor, *, upcast: bool = False) -> Tensor:
 
 
 def ours(query: Tensor, key: Tensor) -> Tensor:
-    """Return the same by `attention_entropy`, without the matrix."""
+    """Return causal entropy by `attention_entropy`, without the matrix."""
     return attention_entropy(query, key, causal=True)
 
 
@@ -102,9 +103,10 @@ def extra_memory_in_new_process(which: str) -> int:
 
 
 def on_cpu() -> Iterator[Row]:
-    """Compare both at length 4,096, causal, 8 heads of width 64, float32: in turn, each at its best.
+    """Compare the best times of `eager` and `ours`, called in turn: length 4,096, causal, 8 heads of width 64, float32.
 
-    Many turns, as other processes on a shared machine slow computation down, but hardly waiting for memory.
+    There are many turns because other processes on a shared machine slow down computation, but hardly the waiting for
+    memory, which would distort the ratio.
     """
     query, key = inputs(4096, 8, "cpu")
     slow, fast = [], []
@@ -178,10 +180,10 @@ def on_cuda() -> Iterator[Row]:
         query, key = inputs(8192, 16, "cuda", dtype)
         kind = str(dtype).removeprefix("torch.")
         slow = seconds(lambda q=query, k=key: eager(q, k), 10)
-        models = seconds(lambda q=query, k=key: eager(q, k, upcast=True), 10)
+        upcast = seconds(lambda q=query, k=key: eager(q, k, upcast=True), 10)
         plain = peak(lambda q=query, k=key: eager(q, k))
         what = f"eager, CUDA, 8,192 x 16, {kind}: {1e3 * slow:.2f} ms, {plain / MIB:.0f} MiB; softmax in float32"
-        yield what, "–", f"{1e3 * models:.2f} ms", True
+        yield what, "–", f"{1e3 * upcast:.2f} ms", True
         for precision, least in targets.items():
 
             def call(q: Tensor = query, k: Tensor = key, p: str = precision) -> Tensor:
@@ -190,7 +192,7 @@ def on_cuda() -> Iterator[Row]:
             fast, extra = seconds(call, 20), peak(call)
             what = f"entropy, CUDA, 8,192 x 16, {kind} {precision} ({1e3 * fast:.3f} ms): eager over ours"
             yield what, f"≥ {least} x", f"{slow / fast:.1f} x", slow >= least * fast
-            yield f"the same, softmax in float32, {kind} {precision}", "–", f"{models / fast:.1f} x", True
+            yield f"the same, softmax in float32, {kind} {precision}", "–", f"{upcast / fast:.1f} x", True
             what = f"the same: extra memory, {kind} {precision}, ours ({extra / MIB:.1f} MiB) in eager's"
             yield what, "≤ 1/150", f"1/{plain / max(extra, 1):.0f}", plain >= 150 * extra
         yield from implementations(query, key, kind, slow)
@@ -199,10 +201,11 @@ def on_cuda() -> Iterator[Row]:
 def implementations(query: Tensor, key: Tensor, kind: str, slow: float) -> Iterator[Row]:
     """Time every implementation that takes the inputs."""
     scores = Scores(query, key, None, True, query.shape[-1] ** -0.5)
-    for name, way in IMPLEMENTATIONS.items():
-        if way.fits(scores):
-            took = seconds(lambda w=way: w.rows(scores), 20)
-            what = f"    {kind}, {name}: {1e3 * took:.3f} ms, {peak(lambda w=way: w.rows(scores)) / MIB:.1f} MiB"
+    for name, implementation in IMPLEMENTATIONS.items():
+        if implementation.fits(scores):
+            call = partial(implementation.rows, scores)
+            took = seconds(call, 20)
+            what = f"    {kind}, {name}: {1e3 * took:.3f} ms, {peak(call) / MIB:.1f} MiB"
             yield what, "–", f"{slow / took:.1f} x", True
 
 
@@ -242,7 +245,7 @@ def tiles() -> Iterator[Row]:
 
 
 def ranks(device: str) -> Iterator[Row]:
-    """Compare with all singular values, for a random float32 matrix of 2,048 x 8,192 and one of a flat spectrum."""
+    """Compare `stable_rank` with `svdvals`, for a random float32 matrix of 2,048 x 8,192 and one of a flat spectrum."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(2048, 8192, generator=generator).to(device)
     fast = seconds(lambda: stable_rank(weight), 5)
@@ -259,6 +262,6 @@ def ranks(device: str) -> Iterator[Row]:
     for name, matrix, expected in (("random", weight, true), ("flat", flat.float().to(device), 2048.0)):
         error = abs(float(stable_rank(matrix)) / expected - 1)
         bounds = spectral_norm(matrix)
-        known = float((bounds.upper / bounds.lower).square() - 1)
-        what = f"stable_rank, {device}, {name} spectrum: relative error (bound {known:.1e})"
-        yield what, "≤ 1e-3", f"{error:.1e}", error <= 1e-3 and known <= 2.001e-3
+        bound = float((bounds.upper / bounds.lower).square() - 1)
+        what = f"stable_rank, {device}, {name} spectrum: relative error (bound {bound:.1e})"
+        yield what, "≤ 1e-3", f"{error:.1e}", error <= 1e-3 and bound <= 2.001e-3

@@ -66,14 +66,14 @@ class Clock(Progress):
     @contextmanager
     def task(self, label: str, total: int) -> Iterator[Task]:
         """Time the fit, and print the times as soon as it is done."""
-        work = _Stamps()
+        stamps_task = _Stamps()
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        yield work
+        yield stamps_task
         torch.cuda.synchronize()
         ended, memory = time.perf_counter(), torch.cuda.max_memory_reserved() / 2**30
         at = addition.record_steps(self.config)
-        stamps = np.array([work.times[step] for step in at[:-1]])  # no step follows the last record
+        stamps = np.array([stamps_task.times[step] for step in at[:-1]])  # no step follows the last record
         step_time, record_time = np.polyfit(np.diff(at[:-1]), np.diff(stamps), 1)
         last = ended - stamps[-1] - step_time * (at[-1] - at[-2])
         records = len(addition.record_steps(replace(self.config, steps=PAPER.steps)))
@@ -93,7 +93,7 @@ class _Stamps(Task):
         self.times: list[float] = []
 
     def advance(self, amount: int = 1) -> None:
-        """Note the time; after a recorded step the device has finished all of its work."""
+        """Append the time; after a recorded step the device has finished all of its work."""
         self.times += [time.perf_counter()] * amount
 
 

@@ -1,4 +1,4 @@
-"""How long calls take: the time once a device has finished, and the ratio of two calls made in turn."""
+"""Clocks of the benchmarks: the time once a device has finished, and the ratio of the times of two calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def time_ratio(
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return how many times as long as `second` `first` takes: the ratio of the shortest of `repeats` times of each.
+    """Return the time of `first` over that of `second`, each the shortest of `repeats` times.
 
-    Both are called once beforehand, as the first call may load or compile something; then they take turns, so that a
-    machine that slows down slows both.
+    Both are called once beforehand, because the first call may load or compile something. Then they take turns, so that
+    a machine that slows down affects both.
 
     Args:
         first, second: what to call.
-        repeats: number of times that are taken of each.
+        repeats: number of timed calls of each.
         clock: returns the time in seconds, such as `time.process_time` for processor time.
     """
     calls = (first, second)

@@ -79,7 +79,7 @@ def joint_seconds(config: Config, device: str, steps: int, seeds: int, *, classe
 
 
 def rows() -> Iterator[Row]:
-    """Yield what is measured, its target, the result and whether the target is met."""
+    """Yield what is measured, the target, the result, and whether the target is met."""
     narrow = replace(SMALL, width=256)
     eager = eager_seconds(narrow, "cpu", 6, 20, 2)
     ratio = eager / joint_seconds(narrow, "cpu", 24, 5, classes=20, children=2)

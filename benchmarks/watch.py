@@ -50,7 +50,7 @@ def forward_ratio(what: str, model: nn.Module, batch: int, length: int) -> Row:
 
 
 class TimedCallback(EntropyCallback):
-    """The callback with default options, which adds up the seconds that it takes."""
+    """The callback with default options; `seconds` is the time that it has taken so far."""
 
     seconds = 0.0
 

@@ -4,7 +4,7 @@ import sys
 
 
 def run() -> int:
-    """Run the command line; Ctrl-C while it is still loading prints one line too."""
+    """Run the command line; Ctrl-C while it is still loading prints one line instead of a traceback."""
     try:
         from joma.cli import main
 

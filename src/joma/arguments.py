@@ -1,4 +1,4 @@
-"""Check arguments once, at the public surface; every error has four parts.
+"""Check the arguments of public functions; every error has four parts.
 
 The parts are the argument, what was expected, what was given, and what to do about it. `InputError` keeps all four as
 attributes, and the command line prints them as one line and exits with code 2.
@@ -221,7 +221,7 @@ def choice(name: str, value: str, table: Mapping[str, T]) -> T:
 
 
 def distinct(name: str, values: Sequence[T], *, least: int = 1) -> list[T]:
-    """Return `values` as a list, if there are at least so many and none comes twice.
+    """Return `values` as a list; raise `InputError` if there are fewer than `least` or any is repeated.
 
     >>> distinct("depths", (1, 2, 1))
     Traceback (most recent call last):

@@ -237,7 +237,7 @@ Command = (
 
 
 def show_claims(title: str, outcome: Any, note: str | None = None) -> None:
-    """Print the claims of one run as a table, under a note such as how long it took."""
+    """Print the claims of one run as a table, with a note in the title such as how long it took."""
     from rich.markup import escape
 
     from joma.report.table import claims, show
@@ -278,15 +278,15 @@ def config_with(study: Any, preset: str, changes: tuple[str, ...]) -> Any:
         if not equals:
             raise InputError("--set", "KEY=VALUE", repr(change), "write for example --set steps=500")
         field = choice(f"--set key of {study.name}", key.replace("-", "_"), fields)
-        args += [f"--{field.name}", *_tyro_words(hints[field.name], value)]
+        args += [f"--{field.name}", *_tyro_arguments(hints[field.name], value)]
     if not args:
         return config
-    prog, plain = f"joma run {study.name}", (tyro.conf.FlagConversionOff,)
-    return tyro.cli(type(config), default=config, args=args, prog=prog, config=plain)
+    prog, markers = f"joma run {study.name}", (tyro.conf.FlagConversionOff,)
+    return tyro.cli(type(config), default=config, args=args, prog=prog, config=markers)
 
 
-def _tyro_words(hint: Any, value: str) -> list[str]:
-    """Return the words from which tyro reads a value of this type: a list is split at its commas."""
+def _tyro_arguments(hint: Any, value: str) -> list[str]:
+    """Return the arguments from which tyro reads a value of this type: a list is split at its commas."""
     types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if any(get_origin(kind) is tuple for kind in types):
         return value.split(",") if value else []

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space is left on the disk, in the quota or in the file
 MODE = 0o644  # of every file that is written: a temporary file starts as 0o600, which nobody else could read
 
 
@@ -38,9 +38,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         os.close(handle)
         write(temporary)
         temporary.chmod(MODE)
-        _settle(temporary)
+        _flush(temporary)
         os.replace(temporary, path)
-        _settle(path.parent)
+        _flush(path.parent)
     except OSError as cause:
         raise storage_error(path, cause) from None
     finally:
@@ -48,8 +48,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _settle(path: Path) -> None:
-    """Ask the operating system to put `path` on the disk before going on."""
+def _flush(path: Path) -> None:
+    """Return once `path` is on the disk, so that it survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -87,7 +87,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` as indented JSON, whole. NaN and infinities are refused: they are no JSON."""
+    """Write `value` to `path` as indented JSON, whole. NaN and infinities are refused: JSON has neither."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -103,7 +103,7 @@ def read_json(path: Path) -> Any:
 
 
 def short_hash(text: str, letters: int) -> str:
-    """Return the first letters of a text's SHA-256 in hexadecimal, as a name that tells texts apart."""
+    """Return the first `letters` hexadecimal digits of a text's SHA-256, as a short name that differs between texts."""
     return hashlib.sha256(text.encode()).hexdigest()[:letters]
 
 

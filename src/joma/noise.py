@@ -1,4 +1,4 @@
-"""Noise that is a function of where it is used: of the seed, the step, the site in the model and the element.
+"""Noise as a function of the seed, the step, the site in the model and the element, without the state of a generator.
 
     u_i = h(h(i ⊕ k_0) ⊕ k_1) / 2³²,    k_j = h(h(h(h(j + 1) + seed) + step) + site)    (seed, step: low, high word)
 

@@ -18,7 +18,7 @@ PATIENCE = 2.0  # seconds before a bar appears
 
 
 class Task:
-    """One piece of work, which shows nothing: `advance` counts the units that are done."""
+    """One task without a display: `advance` counts the units that are done."""
 
     def advance(self, amount: int = 1) -> None:
         """Count `amount` more units as done."""

@@ -29,7 +29,7 @@ PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib
 
 @dataclass(frozen=True)
 class Description:
-    """What a stored run tells its readers, so that a report needs no study's code.
+    """What is stored about the study for readers of a run, so that a report needs no study's code.
 
     Attributes:
         title, source, about: of the study, for a reader.
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this run from others: study, version, config and seeds."""
+        """What distinguishes this run from others: study, version, config and seeds."""
         return {
             "study": self.study,
             "version": self.version,
@@ -117,7 +117,7 @@ class Run:
         return (self.path / "claims.json").exists()
 
     def begin(self, preset: str) -> None:
-        """Write `config.json`. It is the first write, so that a folder that refuses is noticed before any work."""
+        """Write `config.json`: the first write, so that a folder without permission is noticed before any work."""
         write_json(self.path / "config.json", {**self.identity, "preset": preset})
         self.log(f"begun: {self.study}, version {self.version}, preset {preset}, seeds {list(self.seeds)}")
 

@@ -1,7 +1,7 @@
 """Steps at which to record, to probe or to save: schedules for arguments such as `at` and `save_steps`.
 
 A schedule is a sorted tuple of steps that begins with 0 and ends with the last step of training, `total`. Step 0 is the
-state before the first update. Any other sorted steps do as well; these are the common choices.
+state before the first update. Other sorted steps can be used as well; these are the common choices.
 
 >>> from joma import schedule
 >>> schedule.every(100, total=250)

@@ -1,4 +1,4 @@
-"""Turn the values of users into tensors."""
+"""Convert users' input to tensors."""
 
 from __future__ import annotations
 

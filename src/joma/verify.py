@@ -50,12 +50,12 @@ class Result:
 def verify(progress: Progress = SILENT) -> list[Result]:
     """Run every check and return the results; a check whose error is NaN does not hold."""
     results = []
-    with progress.task("verify", total=len(CHECKS)) as work:
+    with progress.task("verify", total=len(CHECKS)) as task:
         for check in CHECKS:
             error = float(check.error())
             verdict: Verdict = "holds" if error <= check.tolerance else "does not hold"
             results.append(Result(check.theorem, check.statement, check.against, check.tolerance, error, verdict))
-            work.advance()
+            task.advance()
     return results
 
 

@@ -1,7 +1,7 @@
 """Addition at character level, as in `123+456=0579`: sequences, a split of the pairs, and the ceiling without order.
 
-Addition cannot be done without knowing the order of the tokens. `ceiling` returns how far a predictor gets without it:
-the best exact match of any predictor that sees the last token and how often each of the earlier tokens occurs.
+Addition is impossible without knowing the order of the tokens. `ceiling` returns the best exact match that a predictor
+can reach without it: one that sees the last token, and how often each of the earlier tokens occurs.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ def split(digits: int, *, share: float, generator: torch.Generator) -> Pairs:
     count = 10 ** whole("digits", digits, high=MAX_ENUMERATED_DIGITS)
     share = scalar("share", share, low=0.0, high=1.0)
     first, second = torch.triu_indices(count, count)
-    tested = round(share * len(first))
-    if not 0 < tested < len(first):
+    test_count = round(share * len(first))
+    if not 0 < test_count < len(first):
         expected = f"a share that leaves some of the {len(first)} pairs on each side"
         raise InputError("share", expected, share, "give one nearer to a half")
-    chosen = torch.randperm(len(first), generator=generator)[:tested]
+    chosen = torch.randperm(len(first), generator=generator)[:test_count]
     is_test = torch.zeros(count, count, dtype=torch.bool)
     is_test[first[chosen], second[chosen]] = True
     is_test = is_test | is_test.mT
@@ -162,7 +162,7 @@ def draw(pairs: ArrayLike | Tensor, *, size: int, key: Int[Tensor, "2 seed"]) ->
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Exact match that predictors without order reach: the share of all pairs whose sum has every digit right.
+    """The best exact match of predictors without order: the share of all pairs whose sum has every digit right.
 
     Attributes:
         bound: if the sum may be any function of the multiset of the operands' digits.
@@ -220,7 +220,7 @@ def ceiling(digits: int, *, reverse: bool = False) -> Ceiling:
 def _most_right(
     multiset: Int[np.ndarray, " pair"], sums: Int[np.ndarray, "pair place"], weight: Int[np.ndarray, " character"]
 ) -> tuple[int, int]:
-    """Return how many pairs can be right: if each multiset has one sum, and if sums are written digit by digit.
+    """Return how many pairs can be right: first if each multiset has one sum, then if sums are written digit by digit.
 
     Args:
         multiset: number of each pair's multiset of digits.

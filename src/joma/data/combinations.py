@@ -113,7 +113,7 @@ class Combinations:
 
 @dataclass(frozen=True)
 class CombinationTree:
-    """A random combination tree: its sizes; `draw` draws trees.
+    """The sizes of a random combination tree; `draw` draws trees of these sizes.
 
     Every latent of the lowest layer is a combination of `children` tokens out of 0..M−2, every latent of the next layer
     up is a combination of `children` latents of the lowest, and so on up to the classes. The combinations of a layer
@@ -160,7 +160,7 @@ class CombinationTree:
             generators: one for each seed.
             twins: whether two classes may have the same sequence, which caps the accuracy below one. If not, a seed's
                 tree is drawn again until all its sequences differ: all trees without twins are equally likely.
-            tries: how many trees to draw for a seed at most when `twins` is false.
+            tries: the largest number of trees to draw for a seed if `twins` is false.
 
         Returns:
             `Combinations`.
@@ -263,7 +263,7 @@ def _sequences(token: Bool[Tensor, "seed label token"], length: int, padding: in
 
 
 def _same_tokens(token: Bool[Tensor, "*seed label token"]) -> Bool[Tensor, "*seed label label"]:
-    """Return for each pair of classes whether they have the same tokens, that is as many each as both have."""
+    """Return for each pair of classes whether they have the same tokens: each has as many as both share."""
     indicator = token.float()
     shared, size = indicator @ indicator.mT, indicator.sum(dim=-1)
     return (shared == size[..., None]) & (shared == size[..., None, :])

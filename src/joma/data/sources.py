@@ -123,7 +123,7 @@ def find_local(source: Any) -> Source | None:
         raise InputError("corpus", _EXPECTED, repr(source), "give its name or path")
     if source == EMBEDDED:
         return _embedded()
-    path = os.path.expanduser(source)  # `os.path` says False for a path that is not valid; `Path` would raise
+    path = os.path.expanduser(source)  # `os.path` returns False for a path that is not valid; `Path` would raise
     if os.path.isdir(path):
         return _from_folder(Path(path).resolve().name, Path(path))
     if os.path.isfile(path):
@@ -187,7 +187,7 @@ def _opened(content: Path | bytes) -> Iterator[IO[bytes]]:
 
 
 def _embedded() -> Source:
-    """Return CPython's language reference without its repetitions."""
+    """Return CPython's language reference, each paragraph once."""
     from pydoc_data.topics import topics  # half a megabyte that few callers need
 
     seen: set[str] = set()
@@ -196,9 +196,9 @@ def _embedded() -> Source:
         paragraphs = {text.strip(): text for text in re.split(r"\n\s*\n", topics[name])}
         lines = "\n\n".join(text for stripped, text in paragraphs.items() if stripped not in seen).rstrip().split("\n")
         seen |= paragraphs.keys()
-        trained = len(lines) - len(lines) // 10
-        split_lines["train"] += lines[:trained]
-        split_lines["valid"] += lines[trained:]
+        train_count = len(lines) - len(lines) // 10
+        split_lines["train"] += lines[:train_count]
+        split_lines["valid"] += lines[train_count:]
     raw = {split: "".join(f"{line}\n" for line in lines).encode() for split, lines in split_lines.items()}
     pieces = {split: [Piece(content, 0, len(content))] for split, content in raw.items()}
     digests = [(split, hashlib.sha256(content).hexdigest()) for split, content in raw.items()]
@@ -377,7 +377,7 @@ def _store(source: str, stream: Any, path: Path, task: Task) -> None:
     """Write the column `text` of a split to `path`, one line or more for each row."""
 
     def texts() -> Iterator[str]:
-        with _hub_errors(source):  # here, as `write_whole` would take an error of the network for one of the disk
+        with _hub_errors(source):  # here, because `write_whole` would report a network error as a disk error
             for row in stream:
                 if not isinstance(row.get("text"), str):
                     got = f"{source!r} with {', '.join(row)}"

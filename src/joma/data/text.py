@@ -69,7 +69,7 @@ class Corpus:
             split: train, valid or test.
             count: number of columns, which is the batch size.
             least: number of tokens that a column must have; by default two, an input and its target.
-            name: name of `count` in error messages, if the user of the caller knows it by another name.
+            name: name of `count` in error messages, if the caller's users know it by another name.
 
         Returns:
             Token numbers [column, time], int64.
@@ -105,7 +105,7 @@ class Tokeniser(Protocol):
     """A tokeniser that builds its vocabulary from the training split in one pass.
 
     The order of the vocabulary is known only after the training split has been read. Until then its tokens have
-    provisional numbers of the type `provisional`; `build_vocabulary` translates them.
+    provisional numbers, of dtype `provisional`; `build_vocabulary` returns their final numbers.
     """
 
     provisional: np.dtype

@@ -149,12 +149,13 @@ def sequence_classes(
     labels = queries * classes
     frequencies = []
     for generator in check_generators(generators):
-        of_class = torch.rand(labels, distinct, generator=generator, dtype=dtype)
+        distinct_weight = torch.rand(labels, distinct, generator=generator, dtype=dtype)
         level = torch.rand(common, generator=generator, dtype=dtype)
         deviation = torch.rand(labels, common, generator=generator, dtype=dtype)
-        of_all = level * (1 + variation * (2 * deviation - 1))
-        blocks = torch.block_diag(*((1 - share) * of_class / of_class.sum(dim=-1, keepdim=True)).split(1))
-        frequencies.append(torch.cat([blocks, share * of_all / of_all.sum(dim=-1, keepdim=True)], dim=-1))
+        common_weight = level * (1 + variation * (2 * deviation - 1))
+        distinct_part = (1 - share) * distinct_weight / distinct_weight.sum(dim=-1, keepdim=True)
+        common_part = share * common_weight / common_weight.sum(dim=-1, keepdim=True)
+        frequencies.append(torch.cat([torch.block_diag(*distinct_part.split(1)), common_part], dim=-1))
     token = torch.arange(labels * distinct + common)
     return SequenceClasses(
         frequency=torch.stack(frequencies),

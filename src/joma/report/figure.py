@@ -23,7 +23,7 @@ from joma.files import write_text, write_whole
 # The colours of Okabe and Ito, roughly from dark to light. Some have the same grey: line styles and markers differ too.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-FORMATS = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # and metadata: no date, so that bytes are the same
+FORMATS = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # no dates: equal figures must be equal bytes
 CAPTION = ".txt"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLE: Any = {
@@ -95,7 +95,7 @@ def marker(index: int) -> dict[str, Any]:
 
 
 def theory(axes: Axes, x: ArrayLike, y: ArrayLike, index: int = 0, label: str | None = None, **options: Any) -> None:
-    """Draw a prediction as a line in the look of series number `index`."""
+    """Draw a prediction as a line, with the colour and line style of series number `index`."""
     axes.plot(np.asarray(x), np.asarray(y), **{**series(index), "label": label, **options})
 
 
@@ -106,12 +106,12 @@ def measured(
 
     A `y` without the dimension `seed`, such as any plain array, is drawn as points without bars.
     """
-    look = {**marker(index), "label": label, **options}
+    appearance = {**marker(index), "label": label, **options}
     if not (isinstance(y, xr.DataArray) and "seed" in y.dims):
-        axes.plot(np.asarray(x), np.asarray(y), **look)
+        axes.plot(np.asarray(x), np.asarray(y), **appearance)
         return
     mean, distances = bars(y)
-    axes.errorbar(np.asarray(x), mean, yerr=distances, elinewidth=0.9, capsize=2, **look)
+    axes.errorbar(np.asarray(x), mean, yerr=distances, elinewidth=0.9, capsize=2, **appearance)
 
 
 def bars(y: xr.DataArray) -> tuple[np.ndarray, np.ndarray]:
@@ -155,7 +155,7 @@ def save(figure: Figure, stem: Path, *, caption: str) -> None:
 def clear(folder: Path, *, keep: Collection[str]) -> None:
     """Remove the numbered figures that `save` wrote to `folder` earlier, except for those named in `keep`.
 
-    A picture that lacks one of the files of `save` is left alone: it is somebody else's.
+    A picture without all the files that `save` writes is left alone: `save` did not write it.
     """
     for picture in folder.glob("[0-9]*-*.svg"):
         files = [picture.with_suffix(suffix) for suffix in (*FORMATS, CAPTION)]

@@ -15,7 +15,7 @@ from joma.files import StorageError, write_text
 from joma.report.table import number, spread
 from joma.runs import find_runs, now, open_run, provenance, read_claims, read_config
 
-# For each verdict its sign and its CSS class.
+# The sign and the CSS class of each verdict.
 VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested at this preset": ("–", "open")}
 
 

@@ -92,7 +92,7 @@ def weights(data: xr.Dataset) -> list[dict[str, Any]]:
 
 
 def cosines(data: xr.Dataset) -> list[dict[str, Any]]:
-    """Return a record for the embeddings, and for the hidden vectors at a few depths, beside random directions."""
+    """Return records of embeddings and of hidden vectors at a few depths, each beside that of random directions."""
     curves = {"token embeddings": data.embedding_cosine} if "embedding_cosine" in data else {}
     if "hidden_cosine" in data:
         for depth in evenly_spaced(data.sizes["depth"], 4):
@@ -107,7 +107,7 @@ def cosines(data: xr.Dataset) -> list[dict[str, Any]]:
 
 
 def _is_single(data: xr.Dataset) -> bool:
-    """Return whether the data are of one model, without a course over steps."""
+    """Return whether the data are of one model, not of a series."""
     return data.sizes["step"] == 1
 
 
@@ -179,8 +179,8 @@ def _panels(data: xr.Dataset) -> list[Callable[[Axes, xr.Dataset], None]]:
 def _draw_over_steps(axes: Axes, data: xr.Dataset, curves: Sequence[tuple[str, xr.DataArray]]) -> None:
     """Draw labelled curves over step + 1, so that a logarithmic axis can show step 0."""
     for index, (label, curve) in enumerate(curves):
-        look = {**series(index), "marker": marker(index)["marker"], "markersize": 3, "markerfacecolor": "white"}
-        axes.plot(data.step.values + 1, curve.values, label=label, **look)
+        appearance = {**series(index), "marker": marker(index)["marker"], "markersize": 3, "markerfacecolor": "white"}
+        axes.plot(data.step.values + 1, curve.values, label=label, **appearance)
     axes.set(xscale="log", xlabel="step + 1")
     axes.margins(y=0.25 if len(curves) > 4 else 0.12)  # room for the legend
     axes.legend(ncols=2 if len(curves) > 4 else 1)
@@ -228,8 +228,8 @@ def _draw_heads(axes: Axes, data: xr.Dataset) -> None:
     last = data.entropy.dropna("step", how="all").isel(step=-1)
     image = axes.imshow(last.values, cmap="viridis", aspect="auto", vmin=0)
     axes.grid(visible=False)
-    when = "" if _is_single(data) else f", step {int(last.step)}"
-    axes.set(xlabel="head", ylabel="layer", title=f"Entropy / nats{when}")
+    step = "" if _is_single(data) else f", step {int(last.step)}"
+    axes.set(xlabel="head", ylabel="layer", title=f"Entropy / nats{step}")
     axes.set_xticks(evenly_spaced(last.sizes["head"], 8))
     axes.set_yticks(evenly_spaced(last.sizes["layer"], 8))
     axes.figure.colorbar(image, ax=axes)
