@@ -49,7 +49,7 @@ class Config:
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Sample the trees and enumerate random ones, seed by seed, beside the closed form and its limit."""
+    """Sample the trees and enumerate random trees for each seed; add the closed form and its limit."""
     predicted, seeds = _predict(config), []
     with context.progress.task("cooccurrence", total=len(context.seeds)) as task:
         for generator in context.seed_generators():
@@ -59,7 +59,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 
 def _predict(config: Config) -> xr.Dataset:
-    """Compute the closed forms of all that is sampled, curves between them, and the limits."""
+    """Compute the closed form at every sampled parameter and on finer grids, and the limits."""
     rhos, c, gaps = _grids(config)
     fine_rho, fine_gap, fine_c = np.linspace(0.01, 0.99, 50), np.geomspace(1e-4, 0.5, 60), np.linspace(0, 4, 17)
     height = np.arange(1, DEPTH)
@@ -87,15 +87,15 @@ def _predict(config: Config) -> xr.Dataset:
 
 
 def _sample(config: Config, generator: torch.Generator) -> xr.Dataset:
-    """Sample every tree, and enumerate random ones, for one seed."""
+    """Sample the trees of the config, and enumerate random trees, with the generator of one seed."""
     rhos, ratios, gaps = _grids(config)
-    samples, number = whole("samples", config.samples, low=1000), whole("trees", config.trees)
+    samples, tree_count = whole("samples", config.samples, low=1000), whole("trees", config.trees)
     counts = np.stack([_count_pairs(_tree("equal", rho), samples, generator) for rho in rhos])
     compared = np.stack([_count_pairs(_tree(bias, config.rho), samples, generator) for bias in BIASES])
     approach = np.array(
         [[_frequency_by_height(_chain(gap, ratio), samples, generator) for gap in gaps] for ratio in ratios]
     )
-    trees = [HBLT.random(generator=generator) for _ in range(number)]
+    trees = [HBLT.random(generator=generator) for _ in range(tree_count)]
     return xr.Dataset(
         {
             "occurrences": (("rho", "given"), np.diagonal(counts, axis1=1, axis2=2)),
@@ -157,7 +157,7 @@ def _frequency_by_height(tree: HBLT, samples: int, generator: torch.Generator) -
 
 
 def profile(values: xr.DataArray, common_height: xr.DataArray) -> xr.DataArray:
-    """Return the averages over all ordered pairs of a height, along a new axis `level`; the last level is the root."""
+    """Average over all ordered pairs of each height, along a new axis `level`; the last level is the root."""
     parts = [values.where(common_height == height).mean(PAIR) for height in range(1, DEPTH + 1)]
     return xr.concat(parts, dim=xr.Variable("level", np.arange(1, DEPTH + 1)))
 
@@ -172,8 +172,8 @@ def scores(run: xr.Dataset, *, pooled: bool = False) -> xr.DataArray:
     if pooled:
         trials, hits = (count.reduce(np.sum, "seed", keepdims=True) for count in (trials, hits))
     z = (hits - trials * run.closed) / (trials * run.closed * (1 - run.closed)) ** 0.5
-    different = z.transpose("seed", "rho", *PAIR).values[..., run.common_height.values > 0]
-    return xr.DataArray(different.reshape(len(different), -1), dims=("seed", "pair"))
+    pair_scores = z.transpose("seed", "rho", *PAIR).values[..., run.common_height.values > 0]
+    return xr.DataArray(pair_scores.reshape(len(pair_scores), -1), dims=("seed", "pair"))
 
 
 def rise(run: xr.Dataset) -> xr.DataArray:
@@ -182,12 +182,12 @@ def rise(run: xr.Dataset) -> xr.DataArray:
 
 
 def companions(run: xr.Dataset, values: xr.DataArray) -> xr.DataArray:
-    """Return the averages over the tokens whose common ancestor with the followed token is at each level."""
+    """Average over the tokens whose common ancestor with the followed token is at each level."""
     return profile(values.isel(given=[FOLLOWED]), run.common_height.isel(given=[FOLLOWED]))
 
 
 def reversal(run: xr.Dataset) -> xr.DataArray:
-    """Return how much more often a token of the other branch occurs with the followed one than its sibling does."""
+    """Return the frequency with which the other branch's tokens occur with the followed token, less its sibling's."""
     frequency = companions(run, run.compared_frequency.sel(bias="unequal"))
     return frequency.sel(level=DEPTH) - frequency.sel(level=1)
 

@@ -21,7 +21,9 @@ from joma.theory.mixture import FLOWS, Unit, theta, velocity
 KINDS = ("stable", "saddle", "unstable", "degenerate")
 FATES = ("grew", "died", "stalled")
 RECTIFIERS = ("relu", "leaky_relu", "gelu", "silu")
-GROWTH = 100.0  # a norm that grew by this factor has grown; one that fell by it, or a unit that fires less, has died
+# A run grew if its norm rose by this factor. It died if the norm fell by it, or if the unit fires less than once in so
+# many samples of every component.
+GROWTH = 100.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ class Config(flow_comparison.FlowConfig):
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Search for critical points, follow the plain ReLU flow and compare the flows, each on a random stream a seed."""
+    """Search for critical points, follow the plain ReLU flow and compare the flows, for each seed.
+
+    Each of these parts draws from a random stream of its own, so that none depends on the others.
+    """
     _check(config)
     parts = (_landscape, _overlaps, _fates, flow_comparison.compare)
     rows: list[xr.Dataset] = []
@@ -84,7 +89,8 @@ def _check(config: Config) -> None:
 def _mixture(config: Config, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return random vectors of length 1, [component + 1, token], and the components' weights, of which one is positive.
 
-    The first vector is for all centres to share, the others are one for each component. The first weight is positive.
+    The first vector is the part that centres can share; the others belong to one component each. The first weight is
+    the positive one.
     """
     vectors = generator.normal(size=(config.components + 1, config.tokens))
     signs = np.full(config.components, -1.0 / (config.components - 1))
@@ -158,7 +164,7 @@ def _fates(config: Config, generator: np.random.Generator) -> xr.Dataset:
 
 
 def _follow(config: Config, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether the weights grew, and whether they vanished or the unit fell silent, for each run in one mixture.
+    """Draw one mixture; return for each of its runs whether it grew and whether it died (`GROWTH`).
 
     ReLU's drive F has degree 0, so that under the clock ∫ dt/‖v‖ the direction e has a flow of its own,
     ė = F − (F·e)e, and d ln‖v‖ = F·e. Neither growth to infinity nor death in finite time ends the integration.
@@ -169,15 +175,14 @@ def _follow(config: Config, generator: np.random.Generator) -> tuple[np.ndarray,
     start /= np.linalg.norm(start, axis=-1, keepdims=True)
 
     def rhs(_: float, state: np.ndarray) -> np.ndarray:
-        e = state[:, :-1] / np.linalg.norm(
-            state[:, :-1], axis=-1, keepdims=True
-        )  # else rounding errors grow where v dies
+        # The direction is normalised again, or rounding errors would grow where v dies.
+        e = state[:, :-1] / np.linalg.norm(state[:, :-1], axis=-1, keepdims=True)
         drive = velocity(unit, e)
         along = (drive * e).sum(-1, keepdims=True)
         return np.concatenate([drive - along * e, along], axis=-1)
 
-    begin = np.concatenate([start, np.zeros((config.runs, 1))], axis=-1)
-    end = integrate(rhs, begin, [config.clock], Solver("LSODA", rtol=1e-5, atol=1e-7)).states[-1]
+    initial_state = np.concatenate([start, np.zeros((config.runs, 1))], axis=-1)
+    end = integrate(rhs, initial_state, [config.clock], Solver("LSODA", rtol=1e-5, atol=1e-7)).states[-1]
     grew = end[:, -1] >= np.log(GROWTH)
     firing = theta("relu", end[:, :-1] @ centres.T, 1.0, config.sigma)[0]  # P[φ' = 1] in each component
     return grew, ~grew & ((end[:, -1] <= -np.log(GROWTH)) | (firing < 1 / GROWTH).all(-1))

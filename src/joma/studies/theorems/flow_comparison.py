@@ -68,7 +68,7 @@ def check(config: FlowConfig) -> None:
     for name in ("decay", "horizon", "context_sigma"):
         positive(name, getattr(config, name), ndim=0)
     if real("context_weights", config.context_weights, ndim=1).max() <= 0:
-        remedy = "give at least one component a_c = E[g | c] P[c] > 0: without one a unit has nowhere to rest"
+        remedy = "give at least one component a_c = E[g | c] P[c] > 0: without one the unit has no stable point"
         raise InputError("context_weights", "positive somewhere", config.context_weights, remedy)
     if config.context_sigma * np.sqrt(config.context_tokens + 2) > 0.5:
         remedy = "lower it, or use fewer tokens: the ball of noise has radius σ√(tokens + 2), and centres begin at 0.5"
@@ -112,7 +112,7 @@ class _FullFlow:
         return integrate(rhs, start, times, Solver("LSODA", rtol=1e-7, atol=1e-9, bound=BLOW_UP)).states
 
     def stable_point(self, starts: int, generator: np.random.Generator) -> tuple[float, Float[np.ndarray, " token"]]:
-        """Return rate and centre μ of the best stable point of the decayed flow, or of unit norm without decay."""
+        """Return the rate and centre μ of the best stable point: of the decayed flow, or with ‖v‖ = 1 if decay is 0."""
         flow, decay = ("decayed", self.decay) if self.decay else ("sphere", 1.0)
         critical = critical_points(self.unit, flow=flow, decay=decay, starts=starts, generator=generator)
         centre = critical.points[critical.of_kind("stable")[0]]
@@ -121,7 +121,7 @@ class _FullFlow:
 
 
 def compare(config: FlowConfig, generator: np.random.Generator) -> xr.Dataset:
-    """Solve the full coupled flow, Theorem 1's folded, Theorem 3's averaged and Theorem 4's reduced one.
+    """Solve the full coupled flow and its approximations: Theorem 1's folded, 3's averaged and 4's reduced flow.
 
     Returns:
         Over `driven` activations, `full` flows, `time` and `token`: the weights of the full flow (`coupled`) and of
@@ -186,7 +186,7 @@ def _solve(config: FlowConfig, full: _FullFlow, generator: np.random.Generator) 
 
 
 def _padded(path: Float[np.ndarray, "known token"], length: int) -> Vectors:
-    """Return the path with infinity after its end, which is a blow-up."""
+    """Extend the path to `length` times by infinity: it ends where the flow blows up."""
     return np.concatenate([path, np.full((length - len(path), path.shape[1]), np.inf)])
 
 
@@ -226,7 +226,7 @@ def followed_by(approximation: str, full: str) -> Callable[[xr.Dataset], xr.Data
 
 
 def recovery(run: xr.Dataset) -> xr.DataArray:
-    """Return how far the entropy of the full flow's attention rises above its minimum so far, in nats, at most."""
+    """Return the largest rise of the full flow's attention entropy above its minimum so far, in nats."""
     entropy = run.entropy.sel(full="plain")
     return (entropy - _accumulate(np.fmin, entropy)).max(("time", "driven"))
 

@@ -134,7 +134,7 @@ def _prepare(config: Config, context: Context, setting: BlockSetting) -> tuple[T
     x = torch.cat([draw(kind, generators=generators[kind]).frequency for kind in TOKEN_KINDS])
     optimiser = _optimiser(config, setting.breaker)
     embeddings = overlapping(config.dim, x.shape[-1] + 1, config.overlap) if setting.breaker == "overlap" else None
-    parts = BlockConfig(
+    block_config = BlockConfig(
         tokens=x.shape[-1],
         hidden=config.classes,
         dim=config.dim,
@@ -144,7 +144,7 @@ def _prepare(config: Config, context: Context, setting: BlockSetting) -> tuple[T
         norm=setting.breaker == "norm",
         skip=setting.breaker == "skip",
     )
-    return x, Block(parts, generators=list(chain(*generators.values())), embeddings=embeddings), optimiser
+    return x, Block(block_config, generators=list(chain(*generators.values())), embeddings=embeddings), optimiser
 
 
 def _temperature(config: Config, attention: str) -> float:
@@ -203,7 +203,7 @@ def _train(
 
 
 def _compare(config: Config, attention: str, trajectory: xr.Dataset, x: np.ndarray) -> xr.Dataset:
-    """Compare about a hundred of the steps with the law; diverged seeds are left out of it and NaN in the result."""
+    """Compare the logits with the law at about a hundred steps; diverged seeds are NaN in the result."""
     below = abs(trajectory[["v", "z"]]) < DIVERGED  # False for NaN
     finite = (below.v.all(("step", "token", "hidden")) & below.z.all(("step", "query", "token"))).values
     if not finite.any():

@@ -44,7 +44,7 @@ class Config:
     """Time until which the block is trained, in steps of the learning rate `rate`."""
     rate: float = 1e-3
     draws: int = 100
-    """Random targets a seed, uniform between 0.1 and a bound uniform in [0.3, 3.5], over which bounces are counted."""
+    """Random targets for each seed whose bounces are counted, uniform between 0.1 and a bound uniform in [0.3, 3.5]."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
@@ -124,13 +124,14 @@ def _pair(config: Config) -> xr.Dataset:
 def _trained(config: Config, context: Context) -> xr.Dataset:
     """Train a block whose upper layer sends back μ − v: its logits are free, and Theorem 4 folds them into v.
 
-    One context a token, exp attention, one hidden unit; logits begin at v0²/2, where Theorem 1 puts them for this v0.
+    Each context is a single token, attention is exp, and there is one hidden unit. The logits begin at v0²/2, where
+    Theorem 1 puts them for this v0.
     """
     tokens, steps = whole("components", config.components, low=2), round(config.until / config.rate)
     uniform = [torch.rand(tokens, generator=stream, dtype=torch.float64) for stream in context.seed_generators()]
     mu = torch.stack([0.5 + 2.5 * draw for draw in uniform])
-    parts = BlockConfig(tokens=tokens, hidden=1, attention="exp", residual=False, scale=0.0)
-    block = Block(parts, generators=context.seed_generators())
+    block_config = BlockConfig(tokens=tokens, hidden=1, attention="exp", residual=False, scale=0.0)
+    block = Block(block_config, generators=context.seed_generators())
     with torch.no_grad():
         block.w[:, :tokens] = config.v0
         block.z[:] = config.v0**2 / 2
@@ -156,7 +157,7 @@ def _trained(config: Config, context: Context) -> xr.Dataset:
 
 
 def _counted(config: Config, context: Context) -> xr.Dataset:
-    """Compute how deep the entropy bounces for random targets of many scales."""
+    """Compute the depth of the entropy's bounce for random targets of many scales."""
     draws = whole("draws", config.draws)
     streams = [np.random.default_rng(seed) for seed in context.seeds]
     mu = np.stack([0.1 + rng.uniform(0.2, 3.4, (draws, 1)) * rng.random((draws, config.components)) for rng in streams])
@@ -294,9 +295,9 @@ def draw_figure_4(run: xr.Dataset) -> Figure:
     left, right = axes[0]
     component = np.arange(1, run.sizes["component"] + 1)
     for index, time in enumerate((0.0, 5.0, 13.4, 30.0, 100.0)):
-        now = run.sel(figure_4_time=time, method="nearest")
-        theory(left, component, now.figure_4_v, index, f"t = {time:g}")
-        measured(left, component, now.figure_4_euler, index)
+        snapshot = run.sel(figure_4_time=time, method="nearest")
+        theory(left, component, snapshot.figure_4_v, index, f"t = {time:g}")
+        measured(left, component, snapshot.figure_4_euler, index)
     left.plot(component, run.figure_4_mu, color="0.5", linestyle=":", linewidth=2.5, label="target μ")
     left.set(xlabel="component, sorted by μ", ylabel="weight $v$", title="The largest targets are reached first")
     left.legend(ncols=2)
@@ -336,7 +337,7 @@ def draw_theorem_4(run: xr.Dataset) -> Figure:
 
 
 def draw_bounce(run: xr.Dataset) -> Figure:
-    """Draw how deep random targets bounce, against their mean."""
+    """Draw the share of its fall that the entropy regains, against the mean of each random target."""
     figure, axes = canvas(1, 1, width=4.6, height=3.0)
     panel = axes[0, 0]
     for index, seed in enumerate(run.seed.values):

@@ -88,10 +88,10 @@ def _train(config: Config, context: Context, x: Tensor, g: Tensor, *, substeps: 
         raise InputError("steps", "even", steps, "give an even number: the run is repeated with half as many")
     half, x, g = steps // 2, x.to(context.device), g.to(context.device)
     last = int(scalar("until", config.until, low=0.1, high=0.999) * half)
-    parts = BlockConfig(tokens=x.shape[-1], hidden=1, attention="exp", scale=0.0)
+    block_config = BlockConfig(tokens=x.shape[-1], hidden=1, attention="exp", scale=0.0)
     trajectory = single_unit.train(
         context,
-        Block(parts, generators=context.generators("weights")),
+        Block(block_config, generators=context.generators("weights")),
         lambda model, _: -(g * model(x)[..., 0]).mean(dim=-1),
         rate=1 / (substeps * half),
         steps=substeps * last,
@@ -106,12 +106,12 @@ def _figure_3(config: Config, context: Context) -> xr.Dataset:
     data = token_classes("gaussian", generators=context.generators("Figure 3, data"))
     classes, tokens = data.frequency.shape[-2:]
     x, label = data.frequency.to(context.device), data.label.expand(len(context.seeds), -1).to(context.device)
-    parts = BlockConfig(tokens=tokens, hidden=classes, dim=30, temperature=config.figure_3_temperature)
+    block_config = BlockConfig(tokens=tokens, hidden=classes, dim=30, temperature=config.figure_3_temperature)
     g = torch.eye(classes, dtype=torch.float64) - 1 / classes  # the gradient at the start: 1(k = label) − 1/classes
     salience = torch.einsum("sit,ik->stk", data.frequency, g) / classes
     steps = whole("figure_3_steps", config.figure_3_steps)
     trajectory = context.fit(
-        Block(parts, generators=context.generators("Figure 3, weights")),
+        Block(block_config, generators=context.generators("Figure 3, weights")),
         lambda model, _: F.cross_entropy(model(x).mT, label, reduction="none").mean(dim=-1),
         optimiser=Optimiser("sgd", config.figure_3_rate),
         steps=steps,
