@@ -35,8 +35,8 @@ def test_attention_of_the_first_layer_is_the_logits_of_the_embeddings():
     odds = logits[..., 1:] - logits[..., :1]
     queried = F.one_hot(sequences.queries.long(), 16).sum(dim=-2).float()
     count = queried.mT @ sequences.visible.float()
-    one, other = np.triu_indices(16, k=1)
-    expected = ((odds * count + (odds * count).mT) / (count + count.mT))[:, one, other]
+    first, second = np.triu_indices(16, k=1)
+    expected = ((odds * count + (odds * count).mT) / (count + count.mT))[:, first, second]
     torch.testing.assert_close(attention[:, 0], expected.detach(), rtol=0, atol=1e-5)
 
 
@@ -63,5 +63,5 @@ def test_mutual_attention_averages_over_all_meetings_in_both_directions():
 
 
 def test_too_few_sequences_for_every_pair_to_meet_are_refused():
-    with pytest.raises(InputError, match="`probes` must be so many that for every two tokens"):
+    with pytest.raises(InputError, match="`probes` must be enough that for any two tokens"):
         attention_measure(_sequences(samples=2))

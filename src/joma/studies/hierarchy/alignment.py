@@ -114,12 +114,12 @@ def merge_pads(trees: list[Combinations]) -> Collapsed:
     """Concatenate the sequences of all trees, their leading pads merged so that all have one length."""
     width = max(tree.collapsed(fill=True).sequence.shape[-1] for tree in trees)
     if width > 16:
-        width = 8 * -(-width // 8)  # matrix units like multiples of 8
+        width = 8 * -(-width // 8)  # tensor cores are fastest at multiples of 8
     full = torch.cat([tree.sequence for tree in trees])
     added, merged = max(0, width - full.shape[-1]), max(0, full.shape[-1] - width)
     sequence = F.pad(full, (added, 0), value=trees[0].padding)[..., -width:]
     multiplicity = torch.ones(width, dtype=torch.long)
-    multiplicity[:added] = 0  # added positions stand for nothing
+    multiplicity[:added] = 0  # added positions are not part of the sequence
     multiplicity[0] += merged
     return Collapsed(sequence, multiplicity.expand_as(sequence))
 
@@ -214,12 +214,12 @@ def _chance_alignment(config: Config, context: Context) -> xr.DataArray:
 
 
 def final_alignment(run: xr.Dataset, arm: str, name: str, layer: int) -> xr.DataArray:
-    """Alignment of latent layer s with the hidden units of layer s after training, in the cell `name`, per seed."""
+    """Return the final alignment of latent layer s with the hidden units of layer s in the cell `name`, per seed."""
     return select(run.alignment.isel(step=-1, latent_layer=layer, layer=layer), arm=arm, cell=name)
 
 
 def gain_over_control(run: xr.Dataset, control: str, layer: int) -> xr.DataArray:
-    """Alignment after training less that of a control, averaged over the cells that have both, per seed.
+    """Return the alignment after training less that of a control, averaged over the cells that have both, per seed.
 
     A seed that diverged in any of these is NaN.
     """
@@ -237,7 +237,7 @@ def _trained_cells(run: xr.Dataset, arm: str) -> np.ndarray:
 
 
 def gain_over_start(run: xr.Dataset, layer: int) -> xr.DataArray:
-    """Alignment after training less that of the untrained network, averaged over cells, per seed."""
+    """Return the alignment after training less that of the untrained network, averaged over cells, per seed."""
     alignment = run.alignment.isel(latent_layer=layer, layer=layer).sel(arm="trained")
     return (alignment.isel(step=-1) - alignment.isel(step=0)).mean("cell", skipna=False)
 

@@ -56,19 +56,19 @@ def deep_gain(run: xr.Dataset, layers: int) -> xr.DataArray:
 
 
 def order_of_times(run: xr.Dataset, layers: int) -> xr.DataArray:
-    """Rank correlation of Theorem 5's co-occurrence with how early a pair's odds double, per seed."""
+    """Return the rank correlation of Theorem 5's co-occurrence with how early a pair's odds double, per seed."""
     return -rank_correlation(run.cooccurrence.sel(tree="deep"), doubling_time(deep_gain(run, layers)), "pair")
 
 
 def order_of_gains(run: xr.Dataset, layers: int) -> xr.DataArray:
-    """Rank correlation of Theorem 5's co-occurrence with the gain's average over training, per seed."""
+    """Return the rank correlation of Theorem 5's co-occurrence with the gain's average over training, per seed."""
     return rank_correlation(run.cooccurrence.sel(tree="deep"), average_gain(deep_gain(run, layers)), "pair")
 
 
 def least_delay(run: xr.Dataset, layers: int) -> xr.DataArray:
-    """Steps from siblings' doubling to cousins', or from cousins' to that of all other pairs: the lesser, per seed.
+    """Return the smaller of two delays of doubling, per seed: cousins after siblings, all others after cousins.
 
-    Pairs of height 3 and of the root are averaged as one kind: where neither double by the end they cannot be ordered.
+    Pairs of height 3 and of the root are averaged as one kind: if neither doubles by the end, they cannot be ordered.
     """
     times = doubling_time(deep_gain(run, layers))
     kind = run.height.sel(tree="deep").clip(max=COUSINS + 1)
@@ -76,13 +76,13 @@ def least_delay(run: xr.Dataset, layers: int) -> xr.DataArray:
 
 
 def least_fall(run: xr.Dataset, layers: int) -> xr.DataArray:
-    """Least fall of the gain's average over training from one height to the next, the root included, per seed."""
+    """Return the least fall of the average gain from one height to the next, the root included, per seed."""
     mean = mean_by_height(average_gain(deep_gain(run, layers)), run.height.sel(tree="deep"))
     return -mean.diff("level").max("level", skipna=False)
 
 
 def final_high_gain(run: xr.Dataset, layers: int) -> xr.DataArray:
-    """The last gain of the pairs that are joined by the highest latents below the root, per seed."""
+    """Return the last gain of the pairs that are joined by the highest latents below the root, per seed."""
     return mean_by_height(deep_gain(run, layers).isel(step=-1), run.height.sel(tree="deep")).sel(level=ROOT - 1)
 
 
@@ -92,18 +92,18 @@ def mean_of_deep_pairs(values: xr.DataArray, run: xr.Dataset, height: int) -> xr
 
 
 def delay_of_cousins(run: xr.Dataset, tree: str) -> xr.DataArray:
-    """Steps by which cousins double later in the deep tree than the same tokens do in another, per seed."""
+    """Return the steps by which cousins double later in the deep tree than the same tokens do in another, per seed."""
     times = mean_of_deep_pairs(doubling_time(run.gain.mean("layer")), run, COUSINS)
     return times.sel(tree="deep") - times.sel(tree=tree)
 
 
 def gain_layer(run: xr.Dataset, height: int) -> xr.DataArray:
-    """Mean layer of the last gain of the pairs that have this height in the deep tree, by tree and seed."""
+    """Return the mean layer of the last gain of the pairs that have this height in the deep tree, by tree and seed."""
     return mean_layer(mean_of_deep_pairs(run.gain.isel(step=-1), run, height))
 
 
 def gain_layer_beyond_root(run: xr.Dataset, height: int) -> xr.DataArray:
-    """Mean layer of what these pairs gain beyond the pairs that only the root joins, by tree and seed."""
+    """Return the mean layer of what these pairs gain beyond the pairs that only the root joins, by tree and seed."""
     last = run.gain.isel(step=-1)
     return mean_layer(mean_of_deep_pairs(last, run, height) - mean_of_deep_pairs(last, run, ROOT))
 
@@ -111,16 +111,16 @@ def gain_layer_beyond_root(run: xr.Dataset, height: int) -> xr.DataArray:
 def lift_of_cousins(
     run: xr.Dataset, tree: str, layer: Callable[[xr.Dataset, int], xr.DataArray] = gain_layer
 ) -> xr.DataArray:
-    """Layers by which the cousins' gain is higher in the deep tree than that of the same tokens in another."""
+    """Return by how many layers the cousins' gain is higher in the deep tree than in another, per seed."""
     layers = layer(run, COUSINS)
     return layers.sel(tree="deep") - layers.sel(tree=tree)
 
 
 def lift_above_siblings(run: xr.Dataset) -> xr.DataArray:
-    """Layers by which the cousins' gain is higher than the siblings', in the deep tree, per seed."""
+    """Return by how many layers the cousins' gain is higher than the siblings', in the deep tree, per seed."""
     return (gain_layer(run, COUSINS) - gain_layer(run, SIBLINGS)).sel(tree="deep")
 
 
 def marginal_difference(run: xr.Dataset) -> float:
-    """Largest difference between the trees in how often a token occurs."""
+    """Return the largest difference between the trees in how often a token occurs."""
     return float((run.marginal.max("tree") - run.marginal.min("tree")).max())

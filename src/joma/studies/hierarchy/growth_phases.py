@@ -65,14 +65,14 @@ def slowing_time(curve: xr.DataArray) -> xr.DataArray:
 
 
 def straightness(curve: xr.DataArray) -> xr.DataArray:
-    """Residual of the best z = a + b ln t over that of the best z = a + b t, in the last decade: below 1 for a log."""
+    """Return the residual of the best z = a + b ln t over that of z = a + b t, last decade: below 1 for a logarithm."""
     late = _last_decade(curve)
     time = late.step.values.astype(float)
     return _residual(np.log(time), late) / _residual(time, late)
 
 
 def unevenness(curve: xr.DataArray) -> xr.DataArray:
-    """Greatest over least growth per e-fold of time, dz/d ln t, in the last decade: 1 for a logarithm."""
+    """Return the greatest over the least growth per e-fold of time, dz/d ln t, last decade: 1 for a logarithm."""
     late = _last_decade(curve)
     rate = late.diff("step") / xr.DataArray(np.diff(np.log(late.step.values)), dims="step")
     return rate.max("step") / rate.min("step")
@@ -83,7 +83,7 @@ def _last_decade(curve: xr.DataArray) -> xr.DataArray:
 
 
 def _residual(abscissa: np.ndarray, curve: xr.DataArray) -> xr.DataArray:
-    """Return the norm of what the best straight line over `abscissa` leaves of a curve."""
+    """Return the norm of the residual of a curve from its best straight line over `abscissa`."""
     basis, _ = np.linalg.qr(np.stack([np.ones_like(abscissa), abscissa], axis=1))
 
     def remainder(row: np.ndarray) -> np.ndarray:
@@ -93,81 +93,81 @@ def _residual(abscissa: np.ndarray, curve: xr.DataArray) -> xr.DataArray:
 
 
 def late_exponent(run: xr.Dataset, arm: str) -> xr.DataArray:
-    """The power of t over the last decade of training, per seed."""
+    """Return the power of t over the last decade of training, per seed."""
     end = float(run.step[-1])
     return mean_exponent(winning_logits(run).sel(arm=arm), end / DECADE, end)
 
 
 def scan_exponent(run: xr.Dataset) -> xr.DataArray:
-    """The power of t in the scan phase of the faster decoder, per seed."""
+    """Return the power of t in the scan phase of the faster decoder, per seed."""
     transition = float(run.transition.sel(arm="faster"))
     return mean_exponent(winning_logits(run).sel(arm="faster"), SCAN[0] * transition, SCAN[1] * transition)
 
 
 def late_straightness(run: xr.Dataset, arm: str) -> xr.DataArray:
-    """`straightness` of the winning logits, per seed."""
+    """Return the `straightness` of the winning logits, per seed."""
     return straightness(winning_logits(run).sel(arm=arm))
 
 
 def late_unevenness(run: xr.Dataset, arm: str) -> xr.DataArray:
-    """`unevenness` of the winning logits, per seed."""
+    """Return the `unevenness` of the winning logits, per seed."""
     return unevenness(winning_logits(run).sel(arm=arm))
 
 
 def final_order(run: xr.Dataset, arm: str) -> xr.DataArray:
-    """Rank correlation of logit and co-occurrence over a class's distinct tokens at the end, least class, per seed."""
+    """Return the final rank correlation of logit and co-occurrence over distinct tokens, least class, per seed."""
     logit = run.logit.sel(arm=arm).isel(step=-1)
     return rank_correlation(logit, run.cooccurrence, "rank").min("label", skipna=False)
 
 
 def gain_error(run: xr.Dataset, arm: str) -> xr.DataArray:
-    """‖z − predicted‖/‖z‖ over the distinct tokens that are predicted, at the end, per seed."""
+    """Return ‖z − predicted‖/‖z‖ over the distinct tokens that are predicted, at the end, per seed."""
     end = run.sel(arm=arm).isel(step=-1, rank=slice(1, None))
     error, size = ((values**2).sum(("label", "rank"), skipna=False) for values in (end.logit - end.gain, end.logit))
     return np.sqrt(error / size)
 
 
 def flow_distance(run: xr.Dataset) -> xr.DataArray:
-    """Largest |z − flow|/(1 + |flow|) over arms, times and distinct tokens, per seed."""
+    """Return the largest |z − flow|/(1 + |flow|) over arms, times and distinct tokens, per seed."""
     distance = abs(run.logit - run.logit_flow) / (1 + abs(run.logit_flow))
     return distance.max(("arm", "step", "label", "rank"), skipna=False)
 
 
 def common_rise(run: xr.Dataset) -> xr.DataArray:
-    """Largest rise of any class's attention to common tokens between two records, faster decoder, per seed."""
+    """Return the largest rise of a class's attention to common tokens between records, faster decoder, per seed."""
     return run.common.sel(arm="faster").diff("step").max(("step", "label"), skipna=False)
 
 
 def common_left(run: xr.Dataset) -> xr.DataArray:
-    """Attention to common tokens at the end over that at the start, largest over classes and arms, per seed."""
+    """Return the final over the initial attention to common tokens, largest over classes and arms, per seed."""
     return (run.common.isel(step=-1) / run.common.isel(step=0)).max(("label", "arm"), skipna=False)
 
 
 def distinct_growth(run: xr.Dataset) -> xr.DataArray:
-    """Least growth of any distinct logit between two records, faster decoder, per seed."""
+    """Return the least growth of any distinct logit between two records, faster decoder, per seed."""
     return run.logit.sel(arm="faster").diff("step").min(("step", "label", "rank"), skipna=False)
 
 
 def slowing_over_transition(run: xr.Dataset) -> xr.DataArray:
-    """The time at which growth slows down over the paper's time of the transition, faster decoder, per seed."""
+    """Return the time at which growth slows down over the paper's transition time, faster decoder, per seed."""
     return (slowing_time(winning_logits(run)) / run.transition).sel(arm="faster")
 
 
 def equal_over_faster(run: xr.Dataset) -> xr.DataArray:
-    """How many times later growth slows down with the equal decoder than with the faster one, per seed."""
+    """Return how many times later growth slows down with the equal decoder than with the faster one, per seed."""
     time = slowing_time(winning_logits(run))
     return time.sel(arm="equal") / time.sel(arm="faster")
 
 
 def least_slower_over_faster(run: xr.Dataset) -> xr.DataArray:
-    """How many times later growth slows down with the next slower decoder, least over the arms, per seed."""
+    """Return how many times later growth slows down with the next slower decoder, least over the arms, per seed."""
     time = slowing_time(winning_logits(run))
     ratios = [time.sel(arm="equal") / time.sel(arm="faster"), time.sel(arm="slower") / time.sel(arm="equal")]
     return xr.concat(ratios, "pair").min("pair", skipna=False)
 
 
 def rate_exponent(run: xr.Dataset) -> xr.DataArray:
-    """The power of the decoder's rate with which the flow's transition time goes, ratios of 10 and more, per seed."""
+    """Return the power of the decoder's rate by which the flow's slowing time scales, from ratio 10 on, per seed."""
     fast = run.sweep_slowing.sel(ratio=slice(FAST, None))
     log_ratio = np.log(fast.ratio.values)
     return xr.apply_ufunc(

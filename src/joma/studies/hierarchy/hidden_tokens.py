@@ -51,7 +51,7 @@ class Sequences(NamedTuple):
 
 
 def trees(rho: float) -> dict[str, HBLT]:
-    """Return the deep tree and two shallow ones in which every token occurs as often, given the class, as in it.
+    """Return the deep tree and two shallow trees in which each token, given the class, occurs as often as there.
 
     Twice the probability of a token given class c is `1 − ρ^{L−1} p(c)`. `shallow` has the deep tree's ρ; `matched` has
     ρ², so that tokens under one of its lowest latents occur together as often as the deep tree's cousins.
@@ -70,29 +70,29 @@ def trees(rho: float) -> dict[str, HBLT]:
 
 def predictions(tree: HBLT) -> xr.Dataset:
     """Return Theorem 5's co-occurrence and the common ancestor's height of each pair, and each token's probability."""
-    one, other = np.triu_indices(TOKENS, k=1)
+    first, second = np.triu_indices(TOKENS, k=1)
     cooccurrence = hierarchy.cooccurrence_matrix(tree.parents, tree.p0, tree.p_child, tree.rho)
     return xr.Dataset(
         {
-            "height": ("pair", tree.depth - hierarchy.common_depth(tree.parents)[one, other]),
-            "cooccurrence": ("pair", cooccurrence[one, other]),
+            "height": ("pair", tree.depth - hierarchy.common_depth(tree.parents)[first, second]),
+            "cooccurrence": ("pair", cooccurrence[first, second]),
             "marginal": ("token", hierarchy.marginals(tree.parents, tree.p0, tree.p_child, tree.rho)),
         },
-        {"one": ("pair", one), "other": ("pair", other)},
+        {"one": ("pair", first), "other": ("pair", second)},
     )
 
 
 def draw_sequences(
     tree: HBLT, shape: tuple[int, int], queries: int, generators: Sequence[torch.Generator], device: str
 ) -> Sequences:
-    """Draw sequences [minibatch, seed, sample, ...] and hide the `queries` random tokens of each that are asked for.
+    """Draw sequences [minibatch, seed, sample, ...], and hide and query `queries` random tokens of each.
 
     Args:
         tree: what generates the sequences.
         shape: numbers of minibatches, and of samples in each.
-        queries: number of hidden tokens in each sequence.
+        queries: number of hidden tokens in each sequence, each with a query.
         generators: one for each seed.
-        device: where the result lies.
+        device: the device of the result.
     """
     token = torch.stack([tree.sample(math.prod(shape), generator=generator).token for generator in generators])
     priority = torch.stack(

@@ -20,7 +20,7 @@ def attention_measure(held_out: Sequences) -> Callable[[Decoder, int], dict[str,
     tokens, multiplicity = held_out.inputs()
     queries = F.one_hot(held_out.queries.long(), TOKENS).float()
     if not pair_average(torch.ones_like(queries), held_out.visible, queries).isfinite().all():
-        expected = "so many that for every two tokens one is visible and the other asked for in some sequence"
+        expected = "enough that for any two tokens some sequence shows one and asks for the other"
         remedy = "draw more sequences, or ask for more or fewer tokens"
         raise InputError("probes", expected, len(held_out.visible[0]), remedy)
 
@@ -63,5 +63,5 @@ def pair_average(
     """
     present = visible[:, :, None].expand_as(odds).float()
     total, count = (torch.einsum("zsqa,zsqm->zam", queries, values) for values in (odds * present, present))
-    one, other = np.triu_indices(TOKENS, k=1)
-    return ((total + total.mT) / (count + count.mT))[:, one, other]
+    first, second = np.triu_indices(TOKENS, k=1)
+    return ((total + total.mT) / (count + count.mT))[:, first, second]

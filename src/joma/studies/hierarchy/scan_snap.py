@@ -85,7 +85,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 
 def _check(config: Config) -> None:
-    """Refuse a bad config before anything is trained."""
+    """Raise `InputError` for a bad config before anything is trained."""
     whole("records", config.records, low=20)
     whole("steps", config.steps, low=1000)
     whole("distinct", config.distinct, low=2)
@@ -130,7 +130,7 @@ def _train(config: Config, context: Context, data: SequenceClasses, arm: str) ->
 
 
 def _flow(config: Config, context: Context, data: SequenceClasses, arm: str, times: np.ndarray) -> xr.Dataset:
-    """Integrate the flow of every seed, and return of it what `_train` records."""
+    """Integrate the flow of every seed, and return the quantities that `_train` records."""
     query, is_common = data.query.numpy(), ~data.distinct.any(dim=0).numpy()
     rate_w = ARMS[arm] * config.rate_z
     z = logit_flows(data, times, outputs=config.outputs, rate_w=rate_w, rate_z=config.rate_z)
@@ -267,14 +267,14 @@ CLAIMS = (
 def draw_scan(run: xr.Dataset) -> Figure:
     """Draw attention to the common tokens, the logits of one class's distinct tokens, and their order at the end."""
     figure, axes = canvas(1, 3, width=3.4, height=2.9)
-    few = run.isel(step=slice(1, None, 6))
+    thinned = run.isel(step=slice(1, None, 6))
     for index, arm in enumerate(ARMS):
         share = run.common_flow.sel(arm=arm).mean(("label", "seed"))
         theory(axes[0, 0], run.step[1:], share[1:], index)
-        measured(axes[0, 0], few.step, few.common.sel(arm=arm).mean("label"), index, f"decoder {arm}")
+        measured(axes[0, 0], thinned.step, thinned.common.sel(arm=arm).mean("label"), index, f"decoder {arm}")
     axes[0, 0].set(xlabel="step", xscale="log", ylabel="attention to common tokens", title="Common tokens lose")
     axes[0, 0].legend(loc="lower left")
-    flow, points = (records.sel(arm="faster").isel(seed=0, label=0) for records in (run, few))
+    flow, points = (records.sel(arm="faster").isel(seed=0, label=0) for records in (run, thinned))
     for rank in range(min(5, run.sizes["rank"])):
         theory(axes[0, 1], run.step[1:], flow.logit_flow.isel(rank=rank)[1:], rank)
         label = f"P = {float(flow.cooccurrence[rank]):.3f}"
@@ -300,11 +300,11 @@ def _draw_order(panel: Axes, end: xr.Dataset) -> None:
 def draw_snap(run: xr.Dataset) -> Figure:
     """Draw the growth of the winning logits, its local power of t, and when that falls to 1."""
     figure, axes = canvas(1, 3, width=3.4, height=2.9)
-    few = run.isel(step=slice(20, None, 5))
+    thinned = run.isel(step=slice(20, None, 5))
     for index, arm in enumerate(ARMS):
         line = winning_logits(run, "logit_flow").sel(arm=arm).mean("seed").isel(step=slice(12, None))
         theory(axes[0, 0], line.step, line, index)
-        measured(axes[0, 0], few.step, winning_logits(few).sel(arm=arm), index, f"decoder {arm}")
+        measured(axes[0, 0], thinned.step, winning_logits(thinned).sel(arm=arm), index, f"decoder {arm}")
         power = local_exponent(winning_logits(run).sel(arm=arm)).isel(step=slice(15, None, 4))
         scale = float(run.unit.sel(arm=arm)[-1] / run.step[-1])
         measured(axes[0, 1], power.step * scale, power, index)
