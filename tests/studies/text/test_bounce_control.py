@@ -126,7 +126,7 @@ def test_the_minimum_is_the_earliest_least_value_of_each_layer():
     assert minimum_steps(entropy).tolist() == [[10, 25], [10, 25]]
 
 
-def test_bounds_are_students():
+def test_bounds_are_those_of_students_t():
     values = xr.DataArray(np.random.default_rng(0).normal(0.3, 1.0, 7), dims="seed")
     lower = ttest_1samp(values, 0.0, alternative="greater").confidence_interval(0.95).low
     upper = ttest_1samp(values, 0.0, alternative="less").confidence_interval(0.95).high

@@ -120,7 +120,7 @@ def unrelated(rng, tokens=40, seeds=2, steps=4, queries=3):
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_where_the_law_holds_it_is_found_to(law):
+def test_a_law_that_holds_predicts_the_logits(law):
     rng = np.random.default_rng(0)
     trajectory, counts = unrelated(rng)
     growth = trajectory.squares - trajectory.squares.isel(step=0)

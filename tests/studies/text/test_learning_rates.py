@@ -190,7 +190,7 @@ def test_a_rate_does_not_depend_on_its_neighbours(trajectory):
     np.testing.assert_allclose(alone, trajectory.valid_loss.sel(rate=1e-2, seed=1), rtol=1e-5)
 
 
-def test_a_training_too_short_to_bounce_is_not_found_to(trajectory):
+def test_a_training_too_short_to_bounce_has_no_bounce(trajectory):
     assert "holds" not in {verdicts(trajectory, "paper")[name] for name in ("bounces", "sooner", "best")}
 
 

@@ -54,8 +54,8 @@ class Config(LayeredSetting):
 def run(config: Config, context: Context) -> xr.Dataset:
     """Train each depth freely, then again from the same start with attention frozen from its minimum on.
 
-    In the free run parameters are frozen after its last step. So schedules have the same patterns in every arm, sums
-    are taken in the same order, and on the CPU the arms agree in every bit until they must differ.
+    In the free run W_Q and W_K are frozen after its last step. So the schedules of every arm have the same patterns
+    and sums are taken in the same order: on the CPU the arms agree in every bit until they must differ.
     """
     depths = [whole("depths", depth) for depth in distinct("depths", config.depths)]
     if "free" in config.arms:
@@ -84,7 +84,7 @@ def _train_depth(config: Config, context: Context, text: TextColumns, depth: int
 
 
 def minimum_steps(entropy: xr.DataArray) -> Int[np.ndarray, "seed layer"]:
-    """Return the recorded step of the minimum of each layer's entropy, mean over its heads; the earliest of equals."""
+    """Return the recorded step of each layer's least entropy, mean over heads; the first of several equal minima."""
     curve = entropy.mean("head").transpose("seed", "layer", "step")
     return entropy.step.values[curve.fillna(np.inf).argmin("step").values]
 
@@ -134,7 +134,7 @@ def loss_gap(run: xr.Dataset, depth: int, arm: str = "held") -> xr.DataArray:
 
 
 def gap_bound(run: xr.Dataset, depth: int, arm: str, side: int) -> float:
-    """Return the bound of an arm's gap; `NotInRun` where nothing was frozen, every minimum being at the last step."""
+    """Return the bound of an arm's loss gap; `NotInRun` if every minimum is at the last step: nothing was frozen."""
     gap = loss_gap(run, depth, arm)
     if bool((_frozen_from(select(run, depth=depth), depth, arm) >= run.step[-1]).all()):
         raise NotInRun

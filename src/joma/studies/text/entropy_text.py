@@ -119,7 +119,8 @@ def recovery(run: xr.Dataset) -> xr.DataArray:
 def distance(run: xr.Dataset, depth: int) -> float:
     """Return the mean absolute distance of entropy over all validation text from the published curves, by layer.
 
-    The mean over seeds is compared with the authors' mean: a single run of ten layers is further from it, theirs too.
+    The mean over seeds is compared with the authors' mean: a single run of ten layers is further
+    from it, the authors' runs too.
     `NotInRun` where not all of that text was read, or not at all steps of the published curves.
     """
     if not _has_attributes(run, {"glance": 0}):
@@ -136,11 +137,11 @@ def window_distance(run: xr.Dataset, depth: int) -> float:
 
 
 def _distance_from_published(entropy: xr.DataArray, depth: int) -> float:
-    theirs = published().entropy.sel(depth=depth, layer=range(depth)).mean("seed")
-    if not np.isin(theirs.step, entropy.step).all():
+    authors_mean = published().entropy.sel(depth=depth, layer=range(depth)).mean("seed")
+    if not np.isin(authors_mean.step, entropy.step).all():
         raise NotInRun
-    ours = entropy.sel(step=theirs.step, layer=theirs.layer).mean(("seed", "head"), skipna=False)
-    return float(abs(ours - theirs).mean(skipna=False))
+    mean = entropy.sel(step=authors_mean.step, layer=authors_mean.layer).mean(("seed", "head"), skipna=False)
+    return float(abs(mean - authors_mean).mean(skipna=False))
 
 
 def largest_rise(run: xr.Dataset) -> xr.DataArray:
@@ -220,7 +221,7 @@ def draw_entropy(run: xr.Dataset) -> Figure:
     """Draw the entropy of every layer against the step, a panel a depth; on WikiText-2 with the authors' curves."""
     depths = [int(depth) for depth in run.depth]
     figure, axes = canvas(1, len(depths), width=2.9, sharey=True)
-    theirs = published().reindex(depth=depths, layer=range(max(depths))) if on_wikitext(run) else None
+    authors = published().reindex(depth=depths, layer=range(max(depths))) if on_wikitext(run) else None
     for panel, depth in zip(axes[0], depths, strict=True):
         for layer in range(depth):
             colour = colormaps["viridis"](0.9 * layer / max(1, depth - 1))
@@ -230,8 +231,8 @@ def draw_entropy(run: xr.Dataset) -> Figure:
             steps = entropy.step + 1
             panel.plot(steps, entropy.mean("seed"), **look, label=label)
             panel.fill_between(steps, entropy.min("seed"), entropy.max("seed"), color=colour, alpha=0.15, linewidth=0)
-            if theirs is not None:
-                _draw_published(panel, theirs.entropy.sel(depth=depth, layer=layer), colour)
+            if authors is not None:
+                _draw_published(panel, authors.entropy.sel(depth=depth, layer=layer), colour)
         panel.set(xscale="log", xlabel="step + 1", title=f"{depth} layer{'s' * (depth > 1)}")
         panel.legend()
     axes[0, 0].set_ylabel("attention entropy (nats)")

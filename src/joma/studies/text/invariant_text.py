@@ -240,7 +240,7 @@ def _error(change: xr.DataArray, prediction: xr.DataArray) -> xr.DataArray:
 
 
 def _null(change: xr.DataArray, prediction: xr.DataArray, orders: Int[np.ndarray, "permutation token"]) -> xr.DataArray:
-    """Return the bounds of the correlation with the prediction's tokens permuted, `TAIL` of it outside of each."""
+    """Return the `TAIL` and 1 − `TAIL` quantiles of the correlation with the prediction's tokens permuted."""
     permuted = xr.DataArray(orders, dims=("permutation", "token"))
     bounds = []
     for step in range(change.sizes["step"]):

@@ -60,7 +60,7 @@ class LanguageSetting:
     restart: bool = True
     """Whether Adam starts afresh at every epoch, as in the authors' code; False for one Adam throughout."""
     every: int | None = None
-    """Probe every so many steps, and at logarithmic steps before; None: as often as takes less than 5 % of the time."""
+    """Steps between probes (logarithmic before the first); None: as often as takes less than 5 % of the time."""
     glance: int | None = None
     """How many tokens of each validation column a probe reads; None for all."""
     precision: str = "bf16"
@@ -100,10 +100,10 @@ class Freezing:
 
 @dataclass(frozen=True)
 class FurtherMeasures:
-    """What a study records beside the measures that all have.
+    """Measures that a study records in addition to those that all studies of text record.
 
     Attributes:
-        measure: from the model to tensors [seed, ...], by name.
+        measure: takes the model and returns tensors [seed, ...] by name.
         dims: names of the axes after the seed's, by name of the measure.
     """
 
@@ -174,10 +174,10 @@ class TextColumns:
 
 
 def inputs(setting: Any) -> dict[str, str]:
-    """Return what decides a run beside its config, any config with a `corpus`: the checksum of its text.
+    """Return the checksum of a config's text, which decides a run together with the config.
 
-    A dataset of the hub is known by its name alone, or its run would be another one once it is downloaded. A text that
-    cannot be read has no checksum here; the run itself raises the error.
+    A dataset on the hub has no checksum: its run would count as another one after the download. Nor has a text that
+    cannot be read: the run itself raises the error.
 
     >>> inputs(LanguageSetting(corpus="Salesforce/wikitext:wikitext-2-v1"))
     {}
@@ -189,7 +189,7 @@ def inputs(setting: Any) -> dict[str, str]:
 
 
 def read_text(setting: LanguageSetting, context: Context) -> TextColumns:
-    """Tokenise the corpus, or take its tokens from the cache, and lay it out in columns on the run's device."""
+    """Tokenise the corpus, or read its tokens from the cache, and lay them out in columns on the run's device."""
     tokenised = corpus(setting.corpus, tokeniser=setting.tokeniser, progress=context.progress)
     length = whole("length", setting.length)
     train = tokenised.columns("train", setting.batch, least=length + 1, name="batch")
@@ -254,7 +254,7 @@ def train(
         rate: the learning rate; or several, each for all seeds, which adds the axis `rate`.
         label: names the progress bar and the folder of checkpoints.
         freezing: what is frozen, and when; nothing if None.
-        further: what to record beside the measures below.
+        further: what to record in addition to the measures below.
 
     Returns:
         Over `seed` and `step`: `loss` of the training batch, `valid_loss`, `entropy` by layer and head (nats, mean over
@@ -319,7 +319,7 @@ def validate(model: Decoder, text: TextColumns) -> dict[str, Tensor]:
     Entropy is the mean over the rows of full windows: shorter windows have less entropy to begin with.
     """
     loss = entropy_sum = windows = predicted = 0
-    shown: dict[str, Tensor] = {}
+    authors_window: dict[str, Tensor] = {}
     for tokens, targets in text.windows():
         watched: dict[str, list[Tensor]] = {"attention": []}
         loss = loss + model.surprisal(tokens, targets, watched=watched).double().sum(dim=(1, 2))
@@ -329,11 +329,11 @@ def validate(model: Decoder, text: TextColumns) -> dict[str, Tensor]:
             entropy = torch.stack(by_layer, dim=2)  # [seed, window, layer, head]
             in_first_column = (text.valid.shape[1] - 1) // text.length > AUTHORS_WINDOW
             if windows <= AUTHORS_WINDOW < windows + len(tokens) and in_first_column:
-                shown["window_entropy"] = entropy[:, AUTHORS_WINDOW - windows]
+                authors_window["window_entropy"] = entropy[:, AUTHORS_WINDOW - windows]
             entropy_sum, windows = entropy_sum + entropy.sum(dim=1), windows + len(tokens)
     if not windows:
         remedy = "give a longer text, fewer `columns`, a smaller `length` or, where it is set, a greater `glance`"
         expected = f"validation columns of more than {text.length} tokens"
         raise InputError("corpus", expected, text.valid.shape[1], remedy, must="have")
     mean_loss, entropy = torch.as_tensor(loss / predicted), torch.as_tensor(entropy_sum / windows)
-    return {"valid_loss": mean_loss, "entropy": entropy, **shown}
+    return {"valid_loss": mean_loss, "entropy": entropy, **authors_window}

@@ -48,7 +48,7 @@ def add_bounces(trajectory: xr.Dataset) -> xr.Dataset:
 
 
 def entropy_left(run: xr.Dataset) -> xr.DataArray:
-    """Return the final entropy over the initial one, of the layer that has least left [rate, seed]; 0 if diverged."""
+    """Return the final over the initial entropy, of the layer where this ratio is least [rate, seed]; 0 if diverged."""
     entropy = run.entropy.mean("head")
     return (entropy.isel(step=-1) / entropy.isel(step=0)).fillna(0.0).min("layer")
 
