@@ -1,6 +1,6 @@
 """Shapes and types are checked at run time in the tests: jaxtyping's import hook with beartype.
 
-Not so where there is CUDA: there the compiler is at work, which reads the checks as part of the code and fails at them.
+They are not checked where there is CUDA: `torch.compile` would trace the checks as part of the code, and fail.
 """
 
 import os

@@ -297,14 +297,14 @@ def test_probe_a_series(checkpoints, tmp_path, capsys):
         assert words in out
     (folder,) = tmp_path.iterdir()
     assert out.rstrip().endswith(str(folder))
-    found = open_run(folder)
-    assert found.step.values.tolist() == [0, 1, 2, 3, 4]
-    assert found.attrs["joma_version"]
+    trajectory = open_run(folder)
+    assert trajectory.step.values.tolist() == [0, 1, 2, 3, 4]
+    assert trajectory.attrs["joma_version"]
     assert {path.suffix for path in (folder / "figures").iterdir()} == {".svg", ".pdf", ".txt"}
     code, out, _ = joma("probe", checkpoints, "--out", tmp_path, "--json", capsys=capsys)
     answer = json.loads(out)
     assert answer["faults"] == []
-    assert answer["entropy"][0]["start"] == pytest.approx(float(found.entropy.isel(step=0).mean()))
+    assert answer["entropy"][0]["start"] == pytest.approx(float(trajectory.entropy.isel(step=0).mean()))
 
 
 def test_probe_one_model_on_a_text(checkpoints, tmp_path, capsys):
@@ -336,12 +336,12 @@ def test_probe_names_what_is_wrong_and_measures_the_rest(checkpoints, tmp_path, 
     assert "download it again" in out
 
 
-def test_probes_of_other_places_and_choices_do_not_overwrite_each_other(checkpoints, tmp_path, capsys):
-    places = [tmp_path / "a" / "my series", tmp_path / "b" / "my series"]
-    for place in places:
-        shutil.copytree(checkpoints, place, ignore=shutil.ignore_patterns("step[1-4]"))
-    asked = [(place,) for place in places] + [(places[0], "--revisions", "step0")]
-    outs = [joma("probe", *args, "--out", tmp_path / "out", "--json", capsys=capsys)[1] for args in asked]
+def test_probes_of_other_folders_and_choices_do_not_overwrite_each_other(checkpoints, tmp_path, capsys):
+    series = [tmp_path / "a" / "my series", tmp_path / "b" / "my series"]
+    for folder in series:
+        shutil.copytree(checkpoints, folder, ignore=shutil.ignore_patterns("step[1-4]"))
+    arguments = [(folder,) for folder in series] + [(series[0], "--revisions", "step0")]
+    outs = [joma("probe", *args, "--out", tmp_path / "out", "--json", capsys=capsys)[1] for args in arguments]
     folders = [Path(json.loads(out)["out"]) for out in outs]
     assert len(set(folders)) == 3
     assert all((folder / "trajectory.nc").exists() for folder in folders)

@@ -74,9 +74,9 @@ def test_fixed_values():
 def test_a_seeds_noise_does_not_depend_on_the_other_seeds(seeds, step, which, as_tensor):
     which %= len(seeds)
     step = torch.tensor(step) if as_tensor else step
-    together = noise.uniform((4, 5), key=noise.key(torch.tensor(seeds), step), site=7)
+    with_others = noise.uniform((4, 5), key=noise.key(torch.tensor(seeds), step), site=7)
     alone = noise.uniform((4, 5), key=noise.key(torch.tensor([seeds[which]]), step), site=7)
-    assert together[which].equal(alone[0])
+    assert with_others[which].equal(alone[0])
 
 
 def test_the_key_of_a_step_needs_no_steps_before_it():

@@ -1,4 +1,4 @@
-"""A study of nothing much, to test what surrounds studies: its config makes it diverge, fail or be interrupted."""
+"""A toy study, for the tests of what surrounds studies: its config makes it diverge, fail or be interrupted."""
 
 import warnings
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ def run(config: Config, context: Context) -> xr.Dataset:
     value = config.slope * time + 0.01 * seed[:, None]
     if config.mode == "nan":
         value[0] = np.nan
-    found = xr.Dataset({"value": (("seed", "time"), value)}, {"seed": seed, "time": time})
-    return found.assign(diverged=("seed", [7] + [-1] * (len(seed) - 1))) if config.mode == "lose" else found
+    trajectory = xr.Dataset({"value": (("seed", "time"), value)}, {"seed": seed, "time": time})
+    return trajectory.assign(diverged=("seed", [7] + [-1] * (len(seed) - 1))) if config.mode == "lose" else trajectory
 
 
 def end(trajectory: xr.Dataset) -> xr.DataArray:

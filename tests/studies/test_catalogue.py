@@ -7,7 +7,7 @@ from joma.studies import STUDIES, load
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_every_study_is_declared_whole(name):
+def test_every_study_is_declared_completely(name):
     study = load(name)
     assert study.name == name
     assert {"quick", "paper"} <= set(study.presets)
@@ -22,6 +22,6 @@ def test_every_study_is_declared_whole(name):
     assert study.figures
 
 
-def test_an_unknown_study_is_answered_with_the_nearest():
+def test_an_unknown_study_raises_an_error_with_the_nearest_name():
     with pytest.raises(InputError, match="did you mean 'winner'"):
         load("winer")

@@ -1,4 +1,4 @@
-"""The studies, a module for each figure, table or claim, in families. `load` imports the ones that are asked for."""
+"""The studies, one module for each figure, table or claim, in families; `load` imports a study by its name."""
 
 from joma import lazy
 

@@ -93,7 +93,7 @@ def _concatenate(series: Sequence[xr.Dataset], dim: str) -> xr.Dataset:
 
 @contextmanager
 def _folder(context: Context) -> Iterator[Path]:
-    """Give the run's folder for checkpoints and measurements, or a temporary one if the run has none."""
+    """Yield the run's folder for checkpoints and measurements, or a temporary one if the run has none."""
     if context.checkpoints is not None:
         yield context.checkpoints
         return

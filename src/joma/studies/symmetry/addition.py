@@ -115,11 +115,11 @@ def record_steps(config: Config) -> list[int]:
 
 
 def _measure(model: Decoder, step: int, *, tokens: Int[Tensor, "pair position"], config: Config) -> dict[str, Tensor]:
-    matched = tokens if step == config.steps else tokens[: config.glance]
+    test_tokens = tokens if step == config.steps else tokens[: config.glance]
     states = hidden_states(model, tokens[: config.probed, :-1])
     slices = zip(*map(_slices, states.split(MODELS_AT_ONCE)), strict=True)
     return {
-        "accuracy": addition_training.exact_match(model, matched, config.digits),
+        "accuracy": addition_training.exact_match(model, test_tokens, config.digits),
         "decodability": position_decodability(states, folds=FOLDS).accuracy,
         **{name: torch.cat(values).float() for name, values in zip(SLICES, slices, strict=True)},
     }

@@ -10,7 +10,11 @@ import numpy as np
 from joma.arguments import InputError, choice, whole
 from joma.models.transformer import CHOICES
 
-REMOVED = {"attention": (False, True), "mlp": (True, False), "both": (False, False)}  # what is left: attention, MLP
+REMOVED = {
+    "attention": (False, True),
+    "mlp": (True, False),
+    "both": (False, False),
+}  # residual connections that are left: (attention, MLP)
 ALL_LAYERS = "all"
 BASELINE = "none causal"
 ENCODED = tuple(name for name in CHOICES["positions"] if name != "none")

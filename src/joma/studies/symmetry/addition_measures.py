@@ -1,4 +1,4 @@
-"""What a run of addition amounts to: the numbers that its claims judge, from the stored trajectory."""
+"""Measures of addition that its claims judge, computed from the stored trajectory."""
 
 from __future__ import annotations
 
@@ -90,7 +90,10 @@ def own_share_drop(run: xr.Dataset, kind: str) -> xr.DataArray:
 
 
 def digits_of(run: xr.Dataset) -> int:
-    """Return the number of digits of each summand, from the locations: theirs, + and =, and the sum's but the last."""
+    """Return the number of digits of each summand, d, from the number of locations, 3 d + 2.
+
+    The locations are the digits of both summands, + and =, and the digits of the sum except the last.
+    """
     return (run.sizes["location"] - 2) // 3
 
 

@@ -37,7 +37,12 @@ DIMS: dict[str, Sequence[str]] = {
     "null": ("level", "order"),
     "accuracy": (),
 }
-READOUTS = ("decodability", "error", "adjacency", "null")  # of untrained models; of `null` the greatest
+READOUTS = (
+    "decodability",
+    "error",
+    "adjacency",
+    "null",
+)  # recorded of untrained models too; there of `null` only the greatest
 MAX_ABOVE_CHANCE = 0.03  # of a readout's accuracy or an adjacency score that shows nothing; the choice is ours
 MIN_STANDARD_ERRORS = 3  # by which a readout must be better; ours as well
 GPT2_INIT = "small"  # the initial weights of GPT-2, which arXiv 2501.00073 uses too
