@@ -15,7 +15,7 @@ def test_every_study_is_declared_completely(name):
     assert len(names) == len(set(names)) >= 2
     statements = [claim.statement for claim in study.claims]
     assert len(statements) == len(set(statements))
-    # A report lists some alone.
+    # A report may show one statement without those before it, so that none may refer to another.
     dangling = ("So ", "Nor ", "And ", "They ", "It ", "That ", "These ", "Those ", "Then ", "The same ")
     assert not [statement for statement in statements if statement.startswith(dangling)]
     assert all(set(claim.presets) <= set(study.presets) for claim in study.claims)

@@ -200,7 +200,7 @@ def test_bad_config_is_named_before_any_training(change, name, monkeypatch):
 
 
 def test_the_linear_arm_trains_its_attention_too():
-    """So the claim is about the activation, and its statement says so."""
+    """Only the activation differs from the arm `trained`, and the claim's statement says so."""
     statements = {claim.name: claim.statement for claim in CLAIMS}
     for layer in (0, 1):
         assert statements[f"linear-s{layer}"].startswith("The activation matters")

@@ -69,7 +69,7 @@ def test_the_flows_of_seeds_are_those_of_each_alone():
 
 
 def test_theorem_3_holds_in_the_limit_of_a_fast_decoder():
-    """Its error is of first order in κ = η_z/η_w."""
+    """The error of Theorem 3 is of first order in κ = η_z/η_w."""
     data = sequence_classes(generators=[torch.Generator().manual_seed(0)])
     cooccurrence = xr.DataArray(by_frequency(data, data.frequency.numpy())[0], dims=("label", "rank"))
     errors = []

@@ -38,7 +38,7 @@ def test_growth_that_does_not_slow_has_no_slowing_time():
 
 
 def test_straightness_separates_a_logarithm_from_a_line():
-    """And for a curve that is neither it agrees with NumPy's least squares."""
+    """For a curve that is neither, it agrees with NumPy's least squares."""
     assert growth_phases.straightness(curve(3 + 2 * np.log(TIMES))) < 1e-9
     assert growth_phases.straightness(curve(1 + 0.1 * TIMES)) > 1e9
     late = TIMES >= 1000

@@ -80,7 +80,7 @@ def test_a_claim_fails_on_a_run_that_contradicts_it(ideal, claims, contradict):
 @pytest.mark.parametrize("record", [1, -1])
 @pytest.mark.parametrize("tree", ["deep", "shallow", "matched", "single"])
 def test_a_diverged_seed_is_nan_in_every_claim_that_uses_it(ideal, record, tree):
-    """At whichever step it diverged, even if its odds had doubled long before."""
+    """The step of divergence does not matter, even if the odds had doubled long before it."""
     from_then_on = {"seed": 1, "step": slice(int(ideal.step[record]), None)}
     diverged = ideal.copy(deep=True)
     if tree == "single":

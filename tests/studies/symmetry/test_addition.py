@@ -144,7 +144,7 @@ NEEDED = {
 @given(st.sets(st.sampled_from(sorted(all_arms(6))), max_size=4), st.booleans(), st.sampled_from(["quick", "paper"]))
 @settings(max_examples=25)
 def test_a_claim_about_an_arm_that_was_not_trained_is_not_tested(few, only_these, preset):
-    """With a few arms, or all but a few, a claim has the verdict it has with all arms if those it needs are there."""
+    """With some arms left out, a claim whose arms were all trained has the same verdict as in the full run."""
     run, names = ideal_run(), few if only_these else {*all_arms(6)} - few
     expected, judged = verdicts(run, preset), verdicts(run.sel(arm=sorted(names)), preset)
     for name, arms in NEEDED.items():

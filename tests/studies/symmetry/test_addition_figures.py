@@ -85,7 +85,7 @@ def test_own_locations_are_drawn_by_both_kinds(addition_run):
     [("mlp 1", "no residuals:\nMLP 1", "no residuals: MLP 1"), ("learned full", "learned, full", "learned, full")],
 )
 def test_a_run_of_any_one_arm_can_be_drawn(addition_run, arm, row, panel):
-    """Even if the arm is not among those that the figures are made for."""
+    """The arm need not be among those that the figures are made for."""
     figures = {name: drawing.draw(addition_run.sel(arm=[arm])) for name, drawing in STUDY.figures.items()}
     assert figures["slices"].axes[0].get_ylabel() == row
     assert titles(figures["positions"]) == [f"(a)  {panel}"]

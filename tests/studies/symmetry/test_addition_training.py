@@ -84,7 +84,7 @@ def test_pairs_are_written_as_the_setting_says():
 
 
 def test_an_arm_trained_among_others_trains_as_it_would_alone(addition_run):
-    """Without residuals around attention: by the model's config, for one seed, with torch's own AdamW."""
+    """The single model, of one seed, has no residuals around attention by its config, and torch's own AdamW."""
     context = Context((1,))
     pairs = addition_training.split_pairs(SMALL, context)
     config = replace(addition_training.decoder_config(SMALL, Arm()), residual=((False, True),) * 2)

@@ -54,7 +54,7 @@ def trajectory():
 
 @pytest.fixture(scope="module")
 def frozen_early(trajectory):
-    """The same, as if attention had been frozen in every arm: with one layer the minima are at the last step."""
+    """Return the run with minima before the last step: with one layer nothing would be frozen otherwise."""
     return trajectory.assign({name: np.minimum(trajectory[name], 9) for name in ("hold", "turn")})
 
 
@@ -101,7 +101,7 @@ def test_weights_train_as_in_the_free_run_and_stay_from_their_step_on():
     assert bool((free.query_key.diff("step") != 0).any("number").all())
 
 
-def test_the_arms_of_a_run(trajectory):
+def test_the_held_arm_equals_the_free_one_until_the_minimum(trajectory):
     assert trajectory.arm.values.tolist() == ["free", "held", "steady", "frozen"]
     assert trajectory.depth.values.tolist() == [1, 2]
     free = trajectory.sel(arm="free")
@@ -168,7 +168,7 @@ def test_the_sign_of_the_gap_is_judged_by_its_bound(frozen_early, gaps, expected
 
 
 def test_each_arm_is_frozen_at_its_own_minima(monkeypatch):
-    """By made-up entropies: the minima of two layers are at steps 6 and 3, that of their mean at 6; or 9, 6 and 9."""
+    """Entropies are made up: two layers have minima at steps 6 and 3, and their mean at 6; or at 9 and 6, and at 9."""
     curves = np.array([[[4.0, 4], [3, 1], [1, 2], [2, 2], [2, 2]], [[4.0, 4], [3, 3], [3, 1], [1, 2], [2, 2]]])
     frozen_at = {}
 

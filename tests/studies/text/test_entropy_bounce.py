@@ -25,7 +25,7 @@ ROUND = 1 + abs(STEPS / 19.5 - 1)  # from 2 down to 1 and back to 2
 
 
 def test_a_fall_counts_no_more_than_its_recovery():
-    """The smaller of the two, the recovery, counts, less what noise makes of it."""
+    """The bounce is the smaller of the two, here the recovery less that of noise alone."""
     measured = bounces(entropy_of(TURNING))
     assert measured.turn.values.tolist() == [20, 20]
     np.testing.assert_allclose(measured.least, 1.0)

@@ -55,7 +55,7 @@ def test_the_published_curves_pass_their_own_claims(theirs):
 
 
 def test_a_single_run_of_ten_layers_is_not_compared_with_the_mean_of_three(theirs):
-    """The authors' own runs would fail; so means are compared with each other."""
+    """Single runs of the authors would fail, so the claim compares means over seeds."""
     single = [distance(theirs.isel(seed=[seed]), 10) for seed in range(3)]
     assert min(single) > 0.1
     assert claims_with(theirs.isel(seed=[0, 1]), "not tested at this preset") == CURVES
@@ -84,7 +84,7 @@ def test_attention_that_only_falls_is_no_bounce(theirs):
 
 
 def test_attention_that_only_rises_is_no_bounce(theirs):
-    """However clear the rise is; nor is one that comes after a fall of the size of noise."""
+    """A clear rise is no bounce by itself, nor is a rise after a fall of the size of noise."""
     rise = 0.9 * (1 - np.exp(-theirs.step / 3000))
     for dip in (0.0, 0.02 * (theirs.step == 1000)):
         rising = theirs.assign(entropy=theirs.entropy.isel(step=0) + rise - dip)

@@ -145,7 +145,7 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_it_trains_as_pytorchs_own_parts_do(text, layers):
-    """Without dropout, from the same first weights, with a new torch.optim.Adam at every epoch."""
+    """The comparison has no dropout, the same initial weights, and a new torch.optim.Adam at every epoch."""
     setting = dataclasses.replace(SMALL, dropout=0.0, steps=11, every=1, clip=0.1)
     short = dataclasses.replace(text, train=text.train[:, : 8 * 4 + 1])  # an epoch of four windows
     trajectory = train(setting, CONTEXT, short, Variant(layers), rate=RATE, label="x")
@@ -289,7 +289,7 @@ def test_a_study_has_no_field_that_it_does_not_use(name, field):
 
 
 def test_one_adam_throughout_can_be_chosen(text):
-    """By `--set restart=False`: the training is the same in the first epoch and another from the second on."""
+    """With `restart=False` training is the same in the first epoch and differs from the second epoch on."""
     short = dataclasses.replace(text, train=text.train[:, : 8 * 2 + 1])  # an epoch of two windows
     choices = [config_with(load("entropy-text"), "quick", (f"restart={value}",)).restart for value in (True, False)]
     assert choices == [True, False]
