@@ -133,3 +133,12 @@ def test_a_run_is_no_folder_for_runs(tmp_path):
     with pytest.raises(StorageError, match="is itself a run; choose a folder"), inside.locked():
         pass
     assert not inside.path.exists()
+
+
+@pytest.mark.parametrize("change", [{"description": {"nonsense": 1}}, {"description": 5}, {"claims": [3]}])
+def test_claims_that_no_run_wrote_are_named(tmp_path, change):
+    run = finished(tmp_path)
+    file = run.path / "claims.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(StorageError, match=r"claims\.json is not what a run writes"):
+        read_claims(run.path)

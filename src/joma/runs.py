@@ -166,10 +166,14 @@ def read_claims(path: Path) -> StoredClaims:
         raise StorageError(f"{trajectory} is missing; delete {path} to run it again.")
     if checksum(trajectory) != fields["trajectory_sha256"]:
         raise StorageError(f"{trajectory} is cut short or altered since its claims were measured; {_restore(path)}")
-    for claim in fields["claims"]:
-        if "said" in claim:  # the name of this field in runs of version 0.1.0
-            claim["statement"] = claim.pop("said")
-    description = Description(**fields.get("description", {}))  # runs of version 0.1.0 have none
+    try:
+        for claim in fields["claims"]:
+            if "said" in claim:  # the name of this field in runs of version 0.1.0
+                claim["statement"] = claim.pop("said")
+        description = Description(**fields.get("description", {}))  # runs of version 0.1.0 have none
+    except (TypeError, AttributeError) as cause:
+        reason = short_reason(cause)
+        raise StorageError(f"{path / 'claims.json'} is not what a run writes ({reason}); {_restore(path)}") from None
     return StoredClaims(fields["claims"], description, fields["wall_time_s"])
 
 

@@ -42,7 +42,7 @@ def test_constants_and_targets_broadcast():
     [
         (lambda: squared_error(np.ones((2, 3)))(np.zeros((2, 2))), "`target` must be broadcastable"),
         (lambda: constant(np.ones(3))(np.zeros((2, 2))), "`g` must be broadcastable"),
-        (lambda: cross_entropy([0, 2])(np.zeros((2, 2))), "`label` must be 2 classes"),
+        (lambda: cross_entropy([0, 2])(np.zeros((2, 2))), "`label` must be 2 labels below 2"),
         (lambda: cross_entropy([0, 0.5]), "`label` must be a whole number"),
     ],
 )

@@ -123,6 +123,13 @@ def test_records_at_the_steps_asked_for_alone(at):
     np.testing.assert_array_equal(run.p.values[0], 0.5 ** np.array(sorted(at)))
 
 
+def test_the_steps_of_an_iterator_can_be_used_again():
+    record = Record(at=iter((0, 2)))
+    for _ in range(2):
+        run = fit(Numbers(p=[[1.0]]), quadratic, optimiser=Optimiser("sgd", 0.5), steps=2, record=record)
+        assert run.step.values.tolist() == [0, 2]
+
+
 def explosive(model, _step):
     return (model.p**4).sum(-1) / 4
 

@@ -142,7 +142,7 @@ def test_a_finished_run_is_tidied_where_it_was_killed_before_it_could_be(tmp_pat
 ADAM, SGD = Optimiser("adam", 0.1), Optimiser("sgd", 0.1)
 CHANGES = {
     "steps": {"steps": 40},
-    "at": {"record": {"at": (0, 2)}},
+    "record.at": {"record": {"at": (0, 2)}},
     "model": {"values": ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0))},
     "optimiser": {"optimiser": Optimiser("adam", 0.2)},
     "seeds": {"record": {"seeds": (7, 8)}},

@@ -38,6 +38,9 @@ class Record:
     gradients: bool = True
     seeds: Sequence[int] | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", _as_tuple(self.at))
+
     @property
     def reads_gradients(self) -> bool:
         """Whether measures need the gradients of the recorded step, so that it cannot be replayed."""
@@ -72,6 +75,9 @@ class Saving:
     at: Iterable[int] | None = None
     min_seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", _as_tuple(self.at))
+
     def steps(self, last: int) -> frozenset[int]:
         """Return the steps at which to save, checked to lie in [0, last]."""
         return _checked_steps(
@@ -101,6 +107,11 @@ class Compute:
     def half(self) -> bool:
         """Whether matrix products are in bfloat16."""
         return self.precision == "bf16"
+
+
+def _as_tuple(steps: Iterable[int] | None) -> tuple[int, ...] | None:
+    """Keep the steps of an iterator, which could be read once only."""
+    return None if steps is None else tuple(steps)
 
 
 def _checked_steps(name: str, steps: Iterable[int], last: int) -> frozenset[int]:

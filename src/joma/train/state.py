@@ -193,7 +193,7 @@ class Training(Generic[Model]):
         final = bool(checkpoint.tensors["finished"])
         expected_at = sorted(step for step in record_steps if step < checkpoint.step or final)
         same = {
-            "at": checkpoint.tensors["at"].tolist() == expected_at,
+            "record.at": checkpoint.tensors["at"].tolist() == expected_at,
             "model": _layout(self.state(final=final)) == _layout(checkpoint.tensors),
         }
         return [name for name, agrees in same.items() if not agrees]

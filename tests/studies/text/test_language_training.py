@@ -177,12 +177,12 @@ def test_layers_start_alike_unless_each_is_drawn_by_itself(text, alike):
 def test_dropout_depends_on_seed_and_step(text):
     model, (tokens, targets) = build_model(text), text.window(torch.tensor(0))
     key = noise.key(torch.tensor(CONTEXT.seeds), 0)
-    with_dropout = model.surprisal(tokens, targets, noise=key).mean(dim=(1, 2)).detach()
-    without = model.surprisal(tokens, targets).mean(dim=(1, 2)).detach()
+    with_dropout = model.surprisal(tokens, targets, noise=key).detach()
+    without = model.surprisal(tokens, targets).detach()
     trajectory = train(SMALL, CONTEXT, text, Variant(2), rate=RATE, label="x")
     assert trajectory.loss.dims == ("seed", "step")
-    np.testing.assert_allclose(trajectory.loss.isel(step=0), with_dropout, rtol=1e-5)
-    assert (with_dropout - without).abs().min() > 1e-4
+    np.testing.assert_allclose(trajectory.loss.isel(step=0), with_dropout.mean(dim=(1, 2)), rtol=1e-5)
+    assert ((with_dropout - without).abs().mean(dim=(1, 2)) > 1e-2).all()  # token by token: means may happen to agree
 
 
 def test_further_measures_are_recorded_by_name(text):
