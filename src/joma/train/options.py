@@ -109,7 +109,7 @@ class Compute:
         return self.precision == "bf16"
 
 
-def _as_tuple(steps: Iterable[int] | None) -> tuple[int, ...] | None:
+def _as_tuple(steps: Iterable[Any] | None) -> tuple[Any, ...] | None:
     """Keep the steps of an iterator, which could be read once only."""
     return None if steps is None else tuple(steps)
 
