@@ -114,5 +114,5 @@ def _as_tuple(steps: Iterable[Any] | None) -> tuple[Any, ...] | None:
     return None if steps is None else tuple(steps)
 
 
-def _checked_steps(name: str, steps: Iterable[int], last: int) -> frozenset[int]:
+def _checked_steps(name: str, steps: Iterable[Any], last: int) -> frozenset[int]:
     return frozenset(whole(name, step, low=0, high=last) for step in steps)
