@@ -298,9 +298,9 @@ def test_ctrl_c_after_the_last_update_is_not_swallowed(tmp_path, saved):
 
 def command(out):
     """A whole study from the command line, small: four arms, one after the other."""
-    small = ("width=16", "hidden=32", "steps=120", "records=4")
+    small = ("width=16", "hidden=32", "steps=60", "records=4")
     changes = [word for change in small for word in ("--set", change)]
-    return [sys.executable, "-m", "joma", "run", "alignment", "--out", str(out), "--seeds", "2", *changes]
+    return [sys.executable, "-m", "joma", "run", "alignment", "--out", str(out), "--seeds", "1", *changes]
 
 
 def finished(out):
@@ -320,5 +320,5 @@ def test_a_study_that_was_killed_goes_on_with_the_same_command(tmp_path):
     assert subprocess.run(command(torn), capture_output=True, check=False).returncode in (0, 1)
     first, second = (open_run(finished(out)) for out in (whole, torn))
     assert first.drop_attrs().identical(second.drop_attrs())
-    for file in whole.glob("alignment/*/checkpoints/*/120.safetensors"):
+    for file in whole.glob("alignment/*/checkpoints/*/60.safetensors"):
         assert file.read_bytes() == (torn / file.relative_to(whole)).read_bytes()
