@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import fields, replace
 
-import jaxtyping
 import pytest
 import xarray as xr
 
@@ -54,12 +53,6 @@ CHANGES = {
         "samples": 1001, "trees": 2, "rhos": (0.3, 0.8), "rho": 0.8, "c": (0.0, 2.0), "gaps": (0.3, 0.2),
     },
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _without_shape_checks(monkeypatch):
-    """Skip the checks of shapes, with which `critical-points` is slow; the tests of each study make them."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def run_once(study, **changes):
