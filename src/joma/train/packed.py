@@ -141,13 +141,13 @@ def _adam_coefficients(
 ) -> dict[str, Tensor]:
     """Return the coefficients of `_update` that depend on learning rate, clipping and time, each [seed, 1] or []."""
     correction_1, correction_2 = (1 - beta ** t.double() for beta in (BETA_1, BETA_2))
-    one = torch.ones_like(correction_1)
+    unity = torch.ones_like(correction_1)
     values = {
         "rate": rate / correction_1,
         "root": correction_2.sqrt(),
-        "clipping": one if clipping is None else clipping,
-        "decay": one * (0.0 if decoupled else decay),
-        "shrink": 1 - rate * decay if decoupled else one,
+        "clipping": unity if clipping is None else clipping,
+        "decay": unity * (0.0 if decoupled else decay),
+        "shrink": 1 - rate * decay if decoupled else unity,
         "continues": t > 1,
     }
     return {name: (value[:, None] if value.ndim else value).to(dtype) for name, value in values.items()}
