@@ -173,7 +173,8 @@ class ProbeCommand:
         from joma.report.probe import save, summary, tables
         from joma.report.table import show
         from joma.watch.probing import probe, read_text
-        from joma.watch.series import Checkpoints, Store
+        from joma.watch.series import Checkpoints
+        from joma.watch.store import Store
 
         text = None if self.text is None else read_text(self.text)
         series = Checkpoints(self.model, revisions=self.revisions or None, pattern=self.pattern)
@@ -207,7 +208,10 @@ class ProbeCommand:
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Write one self-contained HTML file about the runs in DIR."""
+    """Write one self-contained HTML file about the runs in DIR.
+
+    Exit code 2 means that a damaged run was left out. The report names it.
+    """
 
     dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
     """Folder that runs are stored in."""
@@ -218,12 +222,14 @@ class ReportCommand:
         from joma.report.html import write_report
         from joma.studies import STUDIES
 
-        path, runs = write_report(self.dir, order=list(STUDIES))
+        report = write_report(self.dir, order=list(STUDIES))
+        for problem in report.left_out:
+            complain(f"left out: {problem}")
         if self.json:
-            emit({"report": path, "runs": runs})
+            emit({"report": report.path, "runs": report.runs, "left_out": report.left_out})
         else:
-            sys.stdout.write(f"{path}\n")
-        return DONE
+            sys.stdout.write(f"{report.path}\n")
+        return BAD_INPUT if report.left_out else DONE
 
 
 Command = (

@@ -1,4 +1,8 @@
-"""Write files whole or not at all, lock folders by the operating system, and compute checksums."""
+"""Write files whole or not at all, lock folders by the operating system, and check what is read.
+
+A file that stands alone has its SHA-256 beside it, `<name>.sha256`, as `sha256sum` writes it. Files of a folder that
+belong together are listed in a manifest instead (`joma.manifest`).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,18 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space is left on the disk, in the quota or in the file
 MODE = 0o644  # of every file that is written: a temporary file starts as 0o600, which nobody else could read
+MAX_JSON = 1 << 28  # bytes; the largest file of ours has some thousands of them
+TEMPORARY = ".joma-"  # how the names of temporary files begin
+CHECKSUM_BYTES = 4096  # no checksum file is longer
+ABANDONED_SECONDS = 60.0  # a younger temporary file may be one that its writer has not locked yet
 
 
 class StorageError(OSError):
@@ -25,27 +34,62 @@ class FolderLocked(StorageError):
     """Another process has locked the folder."""
 
 
+class DamagedFile(StorageError):
+    """A stored file is missing, altered since it was written, or belongs to something else.
+
+    Attributes:
+        file: which.
+    """
+
+    def __init__(self, file: Path, problem: str, remedy: str) -> None:
+        super().__init__(f"{file} {problem}; {remedy}.")
+        self.file, self.problem, self.remedy = file, problem, remedy
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it to `path`; its mode becomes 0o644.
 
-    A reader sees the old file or the new one, never a part; after an error the old one is untouched.
+    A reader sees the old file or the new one, never a part; after an error the old one is untouched. The temporary file
+    is locked while it is written: one that nobody holds was left by a process that died (`remove_leftovers`).
     """
     temporary: Path | None = None
+    handle = -1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=f"{TEMPORARY}{path.stem[:40]}-", suffix=path.suffix, dir=path.parent)
+        fcntl.flock(handle, fcntl.LOCK_EX)
         temporary = Path(name)
-        os.close(handle)
         write(temporary)
         temporary.chmod(MODE)
         _flush(temporary)
         os.replace(temporary, path)
+        temporary = None
         _flush(path.parent)
     except OSError as cause:
         raise storage_error(path, cause) from None
     finally:
         if temporary is not None:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # the error that brought us here is the one to report
+                temporary.unlink()
+        if handle >= 0:
+            os.close(handle)
+
+
+def remove_leftovers(folder: Path, *, deep: bool = False, alone: bool = False) -> None:
+    """Remove the temporary files of processes that died while they wrote to `folder`, or with `deep` below it.
+
+    Files that a living process is writing are locked, and stay. A caller that has locked the folder is `alone` in it,
+    and need not spare files so young that their writer may not have locked them yet.
+    """
+    for file in folder.glob(f"**/{TEMPORARY}*" if deep else f"{TEMPORARY}*"):
+        with suppress(OSError):  # another process may have removed it, and what may not be removed does no harm
+            if alone or time.time() - file.stat().st_mtime > ABANDONED_SECONDS:
+                handle = os.open(file, os.O_RDONLY)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    file.unlink()
+                finally:
+                    os.close(handle)
 
 
 def _flush(path: Path) -> None:
@@ -81,6 +125,48 @@ def write_bytes(path: Path, content: bytes | bytearray | memoryview) -> None:
     write_whole(path, lambda temporary: temporary.write_bytes(content))
 
 
+def write_checked(path: Path, content: bytes | bytearray | memoryview) -> None:
+    """Write `content` to `path` and its checksum beside it, each whole; `read_checked` then vouches for it.
+
+    If the file existed, the checksum file first holds both checksums: whenever the process dies, one of them is right.
+    """
+    file = checksum_file(path)
+    digest = hashlib.sha256(content).hexdigest()
+    if path.exists() and file.exists():
+        with suppress(OSError):
+            write_bytes(file, file.read_bytes()[:CHECKSUM_BYTES] + f"{digest}  {path.name}\n".encode())
+    write_bytes(path, content)
+    write_text(file, f"{digest}  {path.name}\n")
+
+
+def read_checked(path: Path, remedy: str) -> bytes:
+    """Return the content of a file that `write_checked` wrote; raise `DamagedFile` if it is not what was written."""
+    try:
+        content = path.read_bytes()
+    except OSError as cause:
+        raise read_error(path, cause) from None
+    if hashlib.sha256(content).hexdigest() not in stored_checksums(path, remedy):
+        raise DamagedFile(path, "is cut short or altered since it was written", remedy)
+    return content
+
+
+def stored_checksums(path: Path, remedy: str) -> list[str]:
+    """Return the checksums that are stored beside a file: one, or two if it was being replaced."""
+    file = checksum_file(path)
+    try:
+        lines = file.read_bytes()[:CHECKSUM_BYTES].decode("ascii").splitlines()
+    except FileNotFoundError:
+        raise DamagedFile(path, f"has no checksum file {file.name}", remedy) from None
+    except (OSError, UnicodeDecodeError):
+        raise DamagedFile(file, "cannot be read", remedy) from None
+    return [digest for digest, _, name in (line.partition("  ") for line in lines) if name == path.name]
+
+
+def checksum_file(path: Path) -> Path:
+    """Return where the checksum of `path` is stored."""
+    return path.with_name(path.name + ".sha256")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` in UTF-8, whole or not at all."""
     write_bytes(path, text.encode("utf-8"))
@@ -94,12 +180,22 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read JSON from `path`; a missing or broken file is a `StorageError` that names it."""
     try:
+        if path.stat().st_size > MAX_JSON:
+            raise StorageError(f"{path} is no JSON of ours: it has more than {MAX_JSON:,} bytes; check the path.")
         return json.loads(path.read_text(encoding="utf-8"))
+    except StorageError:
+        raise
     except OSError as cause:
-        reason = os.strerror(cause.errno) if cause.errno else cause
-        raise StorageError(f"cannot read {path}: {reason}; check the path.") from None
-    except ValueError as cause:
-        raise StorageError(f"{path} is not valid JSON ({cause}); delete its folder to run it again.") from None
+        raise read_error(path, cause) from None
+    except (ValueError, RecursionError) as cause:
+        reason = "it is nested too deeply" if isinstance(cause, RecursionError) else cause
+        raise StorageError(f"{path} is not valid JSON ({reason}); delete its folder to run it again.") from None
+
+
+def read_error(path: Path, cause: OSError) -> StorageError:
+    """Return an error that says in one line why `path` cannot be read."""
+    reason = os.strerror(cause.errno) if cause.errno else cause
+    return StorageError(f"cannot read {path}: {reason}; check the path.")
 
 
 def short_hash(text: str, letters: int) -> str:

@@ -1,7 +1,8 @@
 """A run on disk: `config.json`, `trajectory.nc`, `figures/`, `claims.json` and `log.txt` in `OUT/<study>/<hash>/`.
 
-`claims.json` is written last, so a run is finished if and only if it exists. It holds the trajectory's checksum and
-what a reader needs to know of the study.
+`manifest.json` lists them with their checksums (all but the log, which nothing reads), and is written twice: without
+claims and figures once the trajectory is stored, and completely at the end. A run is finished if and only if its
+manifest is complete. Every reader checks what it reads against the manifest.
 """
 
 from __future__ import annotations
@@ -15,15 +16,31 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xarray as xr
 
+from joma import memory
 from joma.arguments import InputError, short_reason
-from joma.files import StorageError, checksum, lock, read_json, short_hash, storage_error, write_bytes, write_json
+from joma.files import (
+    DamagedFile,
+    StorageError,
+    checksum,
+    lock,
+    read_checked,
+    read_json,
+    remove_leftovers,
+    short_hash,
+    storage_error,
+    write_bytes,
+    write_checked,
+    write_json,
+)
+from joma.manifest import MANIFEST, Manifest, read_manifest, write_manifest
 
-TRAJECTORY = "trajectory.nc"
+TRAJECTORY, CONFIG, CLAIMS, FIGURES = "trajectory.nc", "config.json", "claims.json", "figures"
 PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib")
 
 
@@ -78,19 +95,25 @@ class Run:
         text = json.dumps(self.identity, sort_keys=True)
         return self.out / self.study / short_hash(text, 12)
 
+    @property
+    def label(self) -> dict[str, str]:
+        """What a checkpoint stores of its run, and must agree when training resumes."""
+        return {"study": f"{self.study}, version {self.version}", "run": self.path.name}
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the run's folder for this process, after checking that the folders are of the right kind.
 
         If bad input shows inside the block, the folders that were made for the run are removed again.
         """
-        if (self.out / "config.json").exists():
+        if (self.out / CONFIG).exists():
             raise StorageError(f"{self.out} is itself a run; choose a folder that holds runs with `--out`.")
-        if any(self.out.glob("*/config.json")):
+        if any(self.out.glob(f"*/{CONFIG}")):
             raise StorageError(f"{self.out} holds the runs of one study; choose the folder above it with `--out`.")
         new_folders = [folder for folder in (self.path, self.path.parent, self.out) if not folder.exists()]
         try:
             with lock(self.path):
+                remove_leftovers(self.path, deep=True, alone=True)
                 self._check_identity()
                 yield
         except InputError:
@@ -103,7 +126,7 @@ class Run:
 
     def _check_identity(self) -> None:
         """Refuse a folder that another run wrote, such as one that was copied or edited by hand."""
-        file = self.path / "config.json"
+        file = self.path / CONFIG
         if not file.exists():
             return
         stored = {name: value for name, value in _read_fields(file).items() if name != "preset"}
@@ -112,26 +135,23 @@ class Run:
             raise StorageError(f"{self.path} holds another run ({other}); move it away or choose another `--out`.")
 
     @property
-    def finished(self) -> bool:
-        """Whether `claims.json`, the last file of a run, exists."""
-        return (self.path / "claims.json").exists()
+    def stage(self) -> Literal["begun", "trained", "finished"]:
+        """How far the run has come: nothing is stored for good, the trajectory is, or everything is."""
+        manifest = read_manifest(self.path, remedy=_restore(self.path))
+        if manifest is None:
+            return "trained" if _adopt(self.path) else "begun"
+        return "finished" if manifest.complete else "trained"
 
     def begin(self, preset: str) -> None:
         """Write `config.json`: the first write, so that a folder without permission is noticed before any work."""
-        write_json(self.path / "config.json", {**self.identity, "preset": preset})
+        write_json(self.path / CONFIG, {**self.identity, "preset": preset})
         self.log(f"begun: {self.study}, version {self.version}, preset {preset}, seeds {list(self.seeds)}")
 
-    def save(self, trajectory: xr.Dataset, *, device: str, wall_time: float) -> xr.Dataset:
-        """Stamp provenance on `trajectory`, write it, and return it as it is read from the disk."""
+    def save(self, trajectory: xr.Dataset, *, device: str, wall_time: float) -> None:
+        """Stamp provenance on `trajectory` and write it, and a manifest that is not complete yet."""
         stamp = provenance() | {"device": device, "wall_time_s": f"{wall_time:.3f}"}
-        identity = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.identity.items()}
-        write_trajectory(self.path / TRAJECTORY, trajectory.assign_attrs({**identity, **stamp}))
-        return open_run(self.path)
-
-    def finish(self, stored: StoredClaims) -> None:
-        """Write `claims.json`, which ends the run."""
-        write_claims(self.path, stored)
-        self.log(f"finished after {stored.wall_time:.1f} s")
+        write_trajectory(self.path / TRAJECTORY, trajectory.assign_attrs({**_attributes(self.identity), **stamp}))
+        _write_stage(self.path, complete=False)
 
     def log(self, line: str) -> None:
         """Append one line, with the time, to `log.txt`."""
@@ -147,39 +167,90 @@ def log(path: Path, line: str) -> None:
         raise storage_error(path / "log.txt", cause) from None
 
 
-def write_claims(path: Path, stored: StoredClaims) -> None:
-    """Write `claims.json`, with the checksum of the trajectory on which the claims were measured."""
+def check_run(path: Path) -> Manifest:
+    """Check all files of a finished run against its manifest, and that they belong together; return the manifest."""
+    manifest = _manifest(path)
+    if not manifest.complete:
+        remedy = f"`joma judge {path}` completes it"
+        raise StorageError(f"{path} is trained but not judged, as it was interrupted or is being judged; {remedy}.")
+    manifest.check(name for name in manifest.files if name != TRAJECTORY)
+    open_run(path)
+    return manifest
+
+
+def reopen(path: Path) -> None:
+    """Mark a finished run as not judged before its claims and figures are replaced.
+
+    If the process dies meanwhile, the run is judged again instead of being taken for damaged.
+    """
+    _write_stage(path, complete=False)
+
+
+def finish(path: Path, stored: StoredClaims) -> None:
+    """Write `claims.json` and the complete manifest, which ends the run; its figures are in place."""
     content = {
         "wall_time_s": round(stored.wall_time, 3),
-        "trajectory_sha256": checksum(path / TRAJECTORY),
         "description": asdict(stored.description),
         "claims": stored.claims,
     }
-    write_json(path / "claims.json", content)
+    write_json(path / CLAIMS, content)
+    _write_stage(path, complete=True)
+
+
+def _write_stage(path: Path, *, complete: bool) -> None:
+    """Write the manifest of config and trajectory, and of claims and figures if the run is complete."""
+    names = [CONFIG, TRAJECTORY]
+    if complete:
+        figures = (file for file in (path / FIGURES).glob("*") if not file.name.startswith("."))
+        names += [CLAIMS, *(f"{FIGURES}/{file.name}" for file in figures)]
+    write_manifest(path, _read_fields(path / CONFIG), names, complete=complete)
+
+
+def _manifest(path: Path) -> Manifest:
+    """Return a run's manifest, or raise an error that says how to get one."""
+    manifest = read_manifest(path, remedy=_restore(path))
+    if manifest is None:
+        remedy = "`joma run` with the same options completes it, or `open_run(path, check=False)` reads it unchecked"
+        raise DamagedFile(
+            path / MANIFEST, "is missing: the run is not finished, or was written by version 0.1.0", remedy
+        )
+    return manifest
+
+
+def _adopt(path: Path) -> bool:
+    """Write the manifest of a run that version 0.1.0 finished; return whether this is one.
+
+    Such a run has no manifest. Its `claims.json` has the checksum of its trajectory.
+    """
+    if not (path / CLAIMS).exists():
+        return False
+    fields = read_json(path / CLAIMS)
+    stored = fields.get("trajectory_sha256") if isinstance(fields, dict) else None
+    file = path / TRAJECTORY
+    if stored is None:
+        return False
+    if not file.exists() or checksum(file) != stored:
+        raise DamagedFile(file, "is missing or altered since its claims were measured", _restore(path))
+    _check_agreement(path, _load(file), _read_fields(path / CONFIG))
+    _write_stage(path, complete=False)
+    return True
 
 
 def read_claims(path: Path) -> StoredClaims:
-    """Read a finished run's claims, after checking that its trajectory is the one on which they were measured."""
-    fields = _read_fields(path / "claims.json", "claims", "wall_time_s", "trajectory_sha256")
-    trajectory = path / TRAJECTORY
-    if not trajectory.exists():
-        raise StorageError(f"{trajectory} is missing; delete {path} to run it again.")
-    if checksum(trajectory) != fields["trajectory_sha256"]:
-        raise StorageError(f"{trajectory} is cut short or altered since its claims were measured; {_restore(path)}")
+    """Read a finished run's claims, after checking them against its manifest."""
+    _manifest(path).check([CLAIMS])
+    fields = _read_fields(path / CLAIMS, "claims", "wall_time_s")
     try:
-        for claim in fields["claims"]:
-            if "said" in claim:  # the name of this field in runs of version 0.1.0
-                claim["statement"] = claim.pop("said")
-        description = Description(**fields.get("description", {}))  # runs of version 0.1.0 have none
-    except (TypeError, AttributeError) as cause:
-        reason = short_reason(cause)
-        raise StorageError(f"{path / 'claims.json'} is not what a run writes ({reason}); {_restore(path)}") from None
+        description = Description(**fields["description"])
+    except (TypeError, KeyError) as cause:
+        raise DamagedFile(path / CLAIMS, f"is not what a run writes ({short_reason(cause)})", _restore(path)) from None
     return StoredClaims(fields["claims"], description, fields["wall_time_s"])
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read what a run is: `study`, `version`, `config`, `seeds` and `preset`."""
-    return _read_fields(path / "config.json", "study", "version", "config", "seeds", "preset")
+    """Read what a run is: `study`, `version`, `config`, `seeds` and `preset`; it is checked against the manifest."""
+    _manifest(path).check([CONFIG])
+    return _read_fields(path / CONFIG, "study", "version", "config", "seeds", "preset")
 
 
 def _read_fields(file: Path, *names: str) -> dict[str, Any]:
@@ -188,19 +259,22 @@ def _read_fields(file: Path, *names: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise StorageError(f"{file} is not what a run writes; delete {file.parent} to run it again.")
     if missing := [name for name in names if name not in fields]:
-        raise StorageError(f"{file} lacks {', '.join(missing)}; {_restore(file.parent)}")
+        raise StorageError(f"{file} lacks {', '.join(missing)}; {_restore(file.parent)}.")
     return fields
 
 
 def _restore(path: Path) -> str:
-    return f"restore it, or delete {path} to run it again."
+    remedy = f"delete {path} to run it again"
+    return f"restore it, let `joma judge {path}` write claims and figures anew, or {remedy}"
 
 
-def open_run(path: str | Path) -> xr.Dataset:
+def open_run(path: str | Path, *, check: bool = True) -> xr.Dataset:
     """Open a run's trajectory as a labelled `xarray.Dataset`, wholly in memory.
 
     Args:
-        path: the run's folder, or its `trajectory.nc`.
+        path: the run's folder, its `trajectory.nc`, or a file that `joma.watch.Recorder` saved.
+        check: compare the file with the checksum in its folder's manifest or beside it, and what it says of its run
+            with `config.json`. False reads a file that has no checksum, such as one that you wrote yourself.
 
     Returns:
         The Dataset with dims among `seed, step, time, layer, head, token, …`; attributes are strings, the config is
@@ -212,14 +286,72 @@ def open_run(path: str | Path) -> xr.Dataset:
         runs = sorted(str(file.parent) for file in path.glob(f"**/{TRAJECTORY}")) if path.is_dir() else []
         hint = f"runs below it: {', '.join(runs)}" if runs else "give the folder of a run, `OUT/<study>/<hash>`"
         raise StorageError(f"no trajectory at {file}; {hint}.")
+    if not check:
+        return _load(file)
+    if file.name != TRAJECTORY and not (file.parent / MANIFEST).exists():
+        remedy = "restore both, or read it unchecked with `open_run(path, check=False)`"
+        return _load(file, read_checked(file, remedy))
+    manifest = _manifest(file.parent)
+    with manifest.checking(file.name):
+        dataset = _load(file)
+    if CONFIG in manifest.files:
+        manifest.check([CONFIG])
+        _check_agreement(file.parent, dataset, manifest.identity)
+    return dataset
+
+
+def _check_agreement(path: Path, dataset: xr.Dataset, identity: Mapping[str, Any]) -> None:
+    """Check that a trajectory, `config.json` and the manifest are of the same run."""
+    if _read_fields(path / CONFIG) != dict(identity):
+        raise DamagedFile(path / CONFIG, "is of another run than the manifest", _restore(path))
+    expected = _attributes({name: value for name, value in identity.items() if name != "preset"})
+    for name, text in expected.items():
+        stored = dataset.attrs.get(name)
+        if stored != text:
+            problem = f"is of another run than {CONFIG}: its {name} is {stored!r}, not {text!r}"
+            raise DamagedFile(path / TRAJECTORY, problem, _restore(path))
+
+
+def _attributes(identity: Mapping[str, Any]) -> dict[str, str]:
+    """Return what identifies a run as the attributes of its trajectory: netCDF has strings, but no lists or dicts."""
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in identity.items()}
+
+
+def _load(file: Path, content: bytes | None = None) -> xr.Dataset:
+    """Read a trajectory into memory, from the file or from its content."""
     try:
-        with xr.open_dataset(file, engine="h5netcdf") as dataset:
+        _check_contents(file, content)
+        with xr.open_dataset(file if content is None else BytesIO(content), engine="h5netcdf") as dataset:
             # Without the encoding, or labels that are joined and written again would be cut to the first one's length.
             return dataset.load().drop_encoding()
+    except InputError:
+        raise
     except Exception as cause:  # h5py, h5netcdf and xarray each raise their own on a broken file
-        raise StorageError(
-            f"{file} is no readable trajectory ({short_reason(cause)}); {_restore(file.parent)}"
-        ) from None
+        problem = f"is no readable trajectory ({short_reason(cause)})"
+        raise DamagedFile(file, problem, _restore(file.parent)) from None
+
+
+def _check_contents(file: Path, content: bytes | None) -> None:
+    """Refuse a file that leads to other files, or whose arrays do not fit into memory, before any array is read."""
+    import h5py
+
+    sizes: list[int] = []
+
+    def visit(group: h5py.Group) -> None:
+        for name in group:
+            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                raise ValueError(f"{name!r} is a link to another place")
+            member = group[name]
+            if isinstance(member, h5py.Group):
+                visit(member)
+            elif isinstance(member, h5py.Dataset):
+                if member.external or member.is_virtual:
+                    raise ValueError(f"{name!r} is stored in another file")
+                sizes.append(member.nbytes)
+
+    with h5py.File(file if content is None else BytesIO(content), "r") as root:
+        visit(root)
+    memory.check(str(file), sum(sizes), "open it with xarray, lazily")
 
 
 def write_trajectory(path: Path, trajectory: xr.Dataset) -> None:
@@ -230,18 +362,33 @@ def write_trajectory(path: Path, trajectory: xr.Dataset) -> None:
     write_bytes(path, trajectory.to_netcdf(engine="h5netcdf"))
 
 
+def write_recording(path: Path, trajectory: xr.Dataset) -> None:
+    """Write a Dataset as netCDF-4 that stands alone, with its checksum beside it."""
+    write_checked(path, trajectory.to_netcdf(engine="h5netcdf"))
+
+
 def find_runs(out: Path, depth: int = 2) -> list[Path]:
-    """Return the finished runs below `out`, by study and then oldest first; judging a run again keeps its age.
+    """Return the runs below `out` that are trained, by study and then oldest first; judging a run keeps its age.
 
     They lie `depth` folders down: two if `out` is the folder of all runs, one if it holds the runs of one study, none
-    if it is itself a run.
+    if it is itself a run. Damaged runs are among them, so that their readers can name them; probed models are not.
     """
-    paths = [claims.parent for claims in out.glob("*/" * depth + "claims.json")]
-    return sorted(paths, key=lambda path: (path.parent.name, _modified(path)))
+    folders = {file.parent for name in (CLAIMS, MANIFEST) for file in out.glob("*/" * depth + name)}
+    runs = [path for path in folders if _is_run(path)]
+    return sorted(runs, key=lambda path: (path.parent.name, _modified(path)))
+
+
+def _is_run(path: Path) -> bool:
+    """Return whether a folder with a manifest is that of a run; a damaged one is taken for a run."""
+    try:
+        manifest = read_manifest(path)
+    except StorageError:
+        return True
+    return manifest is None or "study" in manifest.identity
 
 
 def _modified(path: Path) -> int:
-    files = (file for file in (path / TRAJECTORY, path / "claims.json") if file.exists())
+    files = (file for name in (TRAJECTORY, CLAIMS, MANIFEST) if (file := path / name).exists())
     return next(files).stat().st_mtime_ns
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from fake_hub import REPOSITORY, serve
 from joma.watch import Checkpoints
 from joma.watch.audit import audit_series, detours, distances, misplaced
-from joma.watch.series import Store
+from joma.watch.store import Store
 
 STEPS = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 3000, 4000, 5000]
 WALKS = ("walk", "drift", "noise")

@@ -10,7 +10,7 @@ from fake_hub import REPOSITORY, serve, write_series
 from joma.arguments import InputError
 from joma.watch import Checkpoints, weight_files
 from joma.watch.locations import Folders, Hub
-from joma.watch.series import Measure, Store
+from joma.watch.store import Measure, Store
 from joma.watch.weight_files import Unreadable
 
 TOTAL = Measure("total", 1, lambda checkpoint: {"total": checkpoint.tensor("w").numpy().sum(keepdims=True)})

@@ -17,7 +17,7 @@ from joma.probes.orthogonality import cosine_orthogonality
 from joma.watch import Checkpoints, audit, loading, probing, weight_files
 from joma.watch.probing import EMBEDDING, _natural_order, measure_weights, probe
 from joma.watch.recorder import LOWER_MATRIX
-from joma.watch.series import Store
+from joma.watch.store import Store
 from tiny_models import neox
 
 transformers = pytest.importorskip("transformers")

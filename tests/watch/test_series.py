@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from fake_hub import write_series
 from joma.arguments import InputError
 from joma.watch import Checkpoints, weight_files
-from joma.watch.series import Fault, Measure, Store, _compile, _in_training_order
+from joma.watch.series import Fault, _compile, _in_training_order
+from joma.watch.store import Measure, Store
 from joma.watch.weight_files import Unreadable
 
 PYTHIA = [0, *(2**k for k in range(10)), *range(1000, 144_000, 1000)]

@@ -144,12 +144,13 @@ def letters(axes: np.ndarray) -> None:
         panel.set_title("", loc="center")
 
 
-def save(figure: Figure, stem: Path, *, caption: str) -> None:
-    """Write `stem.svg` for the report, `stem.pdf` for a paper, and the caption as `stem.txt`."""
+def save(figure: Figure, stem: Path, *, caption: str) -> list[Path]:
+    """Write `stem.svg` for the report, `stem.pdf` for a paper, the caption as `stem.txt`; return these paths."""
     with style():
         for suffix, metadata in FORMATS.items():
             write_whole(stem.with_suffix(suffix), partial(figure.savefig, metadata=metadata))
     write_text(stem.with_suffix(CAPTION), caption + "\n")
+    return [stem.with_suffix(suffix) for suffix in (*FORMATS, CAPTION)]
 
 
 def clear(folder: Path, *, keep: Collection[str]) -> None:

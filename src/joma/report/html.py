@@ -5,40 +5,57 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import xarray as xr
 
-from joma.files import StorageError, write_text
+from joma.files import StorageError, remove_leftovers, write_text
+from joma.manifest import Manifest
 from joma.report.table import number, spread
-from joma.runs import find_runs, now, open_run, provenance, read_claims, read_config
+from joma.runs import FIGURES, Description, check_run, find_runs, now, open_run, provenance, read_claims, read_config
 
 # The sign and the CSS class of each verdict.
 VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested at this preset": ("–", "open")}
 
 
-def write_report(out: Path, order: Sequence[str] = ()) -> tuple[Path, int]:
-    """Write `out/report.html` about the finished runs below `out`.
+@dataclass(frozen=True)
+class Report:
+    """What `write_report` has written: the file, the number of runs in it, and why others are not."""
+
+    path: Path
+    runs: int
+    left_out: tuple[str, ...]
+
+
+def write_report(out: Path, order: Sequence[str] = ()) -> Report:
+    """Write `out/report.html` about the finished runs below `out`. A damaged run is left out, and named on the page.
 
     Args:
         out: the folder that runs were stored under.
         order: names of studies, in the order in which their runs are shown; runs of other studies come after them.
 
     Returns:
-        The report's path and the number of runs in it.
+        The report's path, the number of runs in it, and a message for each run that is left out.
     """
     paths = find_runs(out)
     if not paths:
         raise StorageError(f"no finished run below {out}; run `joma run --out {out}` first.")
     rank = {name: index for index, name in enumerate(order)}
     paths.sort(key=lambda path: rank.get(path.parent.name, len(rank)))  # stable: oldest first within a study
-    sections = [_section(path) for path in paths]
-    page = _template().render(sections=sections, totals=_totals(sections), stamp=provenance(), now=now())
-    target = out / "report.html"
-    write_text(target, page)
-    return target.resolve(), len(sections)
+    sections, left_out = [], []
+    for path in paths:
+        try:
+            sections.append(_section(path))
+        except StorageError as problem:
+            left_out.append(str(problem))
+    content = {"sections": sections, "left_out": left_out, "totals": _totals(sections)}
+    page = _template().render(**content, stamp=provenance(), now=now())
+    remove_leftovers(out)
+    write_text(out / "report.html", page)
+    return Report((out / "report.html").resolve(), len(sections), tuple(left_out))
 
 
 def _template() -> jinja2.Template:
@@ -50,12 +67,12 @@ def _template() -> jinja2.Template:
 
 
 def _section(path: Path) -> dict[str, Any]:
-    """Return what the template shows of one run."""
-    stored, config = read_claims(path), read_config(path)
-    trajectory = open_run(path)
+    """Return what the template shows of one run, all of it checked against the run's manifest."""
+    manifest = check_run(path)
+    stored, config, trajectory = read_claims(path), read_config(path), open_run(path)
     return {
         "anchor": f"{path.parent.name}-{path.name}",
-        "study": path.parent.name,
+        "study": config["study"],
         "about": stored.description,
         "path": path,
         "preset": config["preset"],
@@ -64,7 +81,7 @@ def _section(path: Path) -> dict[str, Any]:
         "wall_time": stored.wall_time,
         "claims": stored.claims,
         "counts": {verdict: sum(claim["verdict"] == verdict for claim in stored.claims) for verdict in VERDICTS},
-        "figures": [_figure(file) for file in _figure_files(path / "figures", stored.description.figures)],
+        "figures": [_figure(path / name) for name in _pictures(manifest, stored.description)],
         "attributes": dict(sorted(trajectory.attrs.items())),
         "variables": [(name, _dimensions(variable)) for name, variable in trajectory.items()],
     }
@@ -74,11 +91,10 @@ def _dimensions(variable: xr.DataArray) -> str:
     return ", ".join(f"{name} {size}" for name, size in variable.sizes.items())
 
 
-def _figure_files(folder: Path, names: Sequence[str] | None) -> list[Path]:
-    """Return the pictures in the stored order; those of version 0.1.0 by the number that their names begin with."""
-    if names is None:
-        return sorted(folder.glob("*.svg"), key=lambda file: (int(file.stem.partition("-")[0]), file.stem))
-    return [file for name in names if (file := folder / f"{name}.svg").exists()]
+def _pictures(manifest: Manifest, description: Description) -> list[str]:
+    """Return the pictures that the manifest lists, in the order in which they are shown."""
+    names = (f"{FIGURES}/{name}.svg" for name in description.figures or ())
+    return [name for name in names if name in manifest.files]
 
 
 def _figure(file: Path) -> dict[str, str]:

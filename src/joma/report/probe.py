@@ -12,17 +12,19 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from joma.files import write_json
+from joma.files import remove_leftovers, write_json
+from joma.manifest import write_manifest
 from joma.report.figure import canvas, evenly_spaced, letters, marker, series, style
 from joma.report.figure import save as save_figure
 from joma.report.table import grid, number
-from joma.runs import TRAJECTORY, provenance, write_trajectory
+from joma.runs import FIGURES, TRAJECTORY, provenance, write_trajectory
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from joma.watch.series import Fault
 
+AUDIT = "audit.json"
 HEADINGS = {
     "step": "at step",
     "p_value": "p (noise alone)",
@@ -144,12 +146,15 @@ def _without_nan(value: Any) -> Any:
 
 
 def save(data: xr.Dataset, faults: Sequence[Fault], folder: Path) -> None:
-    """Write `trajectory.nc`, `audit.json` and the figure into `folder`, each whole or not at all."""
-    write_json(folder / "audit.json", [asdict(fault) for fault in faults])
+    """Write `trajectory.nc`, `audit.json` and the figure into `folder`, each whole, and last their manifest."""
+    remove_leftovers(folder)
+    write_json(folder / AUDIT, [asdict(fault) for fault in faults])
     write_trajectory(folder / TRAJECTORY, data.assign_attrs(provenance()))
     with style():
         figure = draw(data)
-    save_figure(figure, folder / "figures" / "1-probe", caption=CAPTION_OF_ONE if _is_single(data) else CAPTION)
+    files = save_figure(figure, folder / FIGURES / "1-probe", caption=CAPTION_OF_ONE if _is_single(data) else CAPTION)
+    names = [TRAJECTORY, AUDIT, *(f"{FIGURES}/{file.name}" for file in files)]
+    write_manifest(folder, {"source": data.attrs["source"]}, names)
 
 
 def draw(data: xr.Dataset) -> Figure:

@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,13 +20,16 @@ from matplotlib.figure import Figure
 
 from joma.arguments import InputError, scalar, whole
 from joma.data.text import corpus
+from joma.files import DamagedFile
+from joma.manifest import read_manifest, write_manifest
 from joma.progress import SILENT, Progress, Task
 from joma.report.figure import band, canvas, evenly_spaced, letters, measured
 from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most
 from joma.watch.loading import quiet, transformers
 from joma.watch.probing import ProbeResult, probe
 from joma.watch.recorder import preserve_random_state
-from joma.watch.series import Checkpoints, Store
+from joma.watch.series import Checkpoints
+from joma.watch.store import Store
 
 TINY_MODEL = "tiny GPT-NeoX"
 SUITE = "EleutherAI/pythia-"
@@ -135,9 +138,12 @@ def _with_numbered_layers(result: ProbeResult) -> xr.Dataset:
 def train(config: Config, seed: int, folder: Path, task: Task) -> None:
     """Train the tiny GPT-NeoX with the Trainer and save its checkpoints in `folder`, named like Pythia's.
 
-    A training that was killed starts again and ends with the same bits.
+    A training that was killed starts again and ends with the same bits. One that is finished has a manifest, which says
+    what it was trained with: the checkpoints of another training, or damaged ones, are refused.
     """
+    identity = json.loads(json.dumps({"training": asdict(config), "seed": seed}))
     if folder.exists():
+        _check_trained(folder, identity)
         return
     unfinished = folder.with_name(f".{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -151,7 +157,18 @@ def train(config: Config, seed: int, folder: Path, task: Task) -> None:
         )
         trainer.remove_callback(hf.trainer_callback.PrinterCallback)
         trainer.train()
+    files = (file for file in unfinished.rglob("*") if file.is_file())
+    write_manifest(unfinished, identity, [str(file.relative_to(unfinished)) for file in files])
     unfinished.rename(folder)
+
+
+def _check_trained(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Refuse checkpoints that another training wrote, or that are damaged."""
+    remedy = f"delete {folder} to train it again"
+    manifest = read_manifest(folder, remedy=remedy)
+    if manifest is None or manifest.identity != identity:
+        raise DamagedFile(folder, "holds checkpoints of another training", remedy)
+    manifest.check()
 
 
 def _training_arguments(config: Config, seed: int, folder: Path) -> Any:

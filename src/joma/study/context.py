@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,12 +46,14 @@ class Context:
         device: where models train.
         progress: where progress is reported.
         checkpoints: the folder for checkpoints, with a subfolder for each training; None to save nothing.
+        run: what identifies the run, by name; stored in its checkpoints, so that those of another run are refused.
     """
 
     seeds: tuple[int, ...]
     device: str = "cpu"
     progress: Progress = SILENT
     checkpoints: Path | None = None
+    run: Mapping[str, str] = field(default_factory=dict)
 
     def seed_generators(self, arms: Arms | None = None) -> list[torch.Generator]:
         """Return each seed's own random stream, `manual_seed(seed)`, for a run that draws from one stream only.
@@ -120,7 +122,8 @@ class Context:
         saving = None
         if self.checkpoints is not None:
             folder = self.checkpoints / re.sub(r"[^a-z0-9.]+", "-", label.lower())
-            saving = Saving(folder, self.save_steps(steps), 0.0 if self.device == "cpu" else CUDA_SAVE_SECONDS)
+            min_seconds = 0.0 if self.device == "cpu" else CUDA_SAVE_SECONDS
+            saving = Saving(folder, self.save_steps(steps), min_seconds, {**self.run, "training": label})
         trajectory = fit(
             model.to(self.device),
             loss,

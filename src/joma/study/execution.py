@@ -19,9 +19,20 @@ from typing import TYPE_CHECKING, Any
 import xarray as xr
 
 from joma.arguments import InputError, choice, short_reason, whole
-from joma.files import StorageError, lock
+from joma.files import StorageError, lock, remove_leftovers
 from joma.progress import SILENT, Progress
-from joma.runs import Description, Run, StoredClaims, log, open_run, read_claims, read_config, write_claims
+from joma.runs import (
+    Description,
+    Run,
+    StoredClaims,
+    check_run,
+    finish,
+    log,
+    open_run,
+    read_claims,
+    read_config,
+    reopen,
+)
 from joma.study.claim import Claim
 from joma.study.context import Context
 
@@ -125,18 +136,24 @@ def execute(
         _check_finite(name, value)
     run = Run(Path(out), study.name, study.version, {**fields, **study.inputs(config)}, tuple(range(count)))
     with run.locked():
-        if run.finished:
-            return _finished(study, run.path, judge_again=False)
-        run.begin(preset)
-        start = time.perf_counter()
-        with _threads(study.threads):
-            result = study.run(config, Context(tuple(run.seeds), device, progress, run.path / "checkpoints"))
-        _warn_of_diverged_seeds(result, run)
-        trajectory = run.save(result, device=device, wall_time=time.perf_counter() - start)
-        claims = _judge_and_draw(study, trajectory, preset, run.path)
-        wall_time = time.perf_counter() - start
-        run.finish(StoredClaims(claims, study.description, wall_time))
-    return Outcome(study.name, preset, run.path, claims, wall_time, reused=False)
+        stage, checkpoints = run.stage, run.path / "checkpoints"
+        if stage == "finished":
+            return _finished(study, run.path)
+        if stage == "begun":
+            _train(study, config, run, preset, Context(tuple(run.seeds), device, progress, checkpoints, run.label))
+        claims, wall_time = _judge_and_finish(study, run.path)
+        run.log(f"finished after {wall_time:.1f} s")
+    return Outcome(study.name, read_config(run.path)["preset"], run.path, claims, wall_time, reused=stage != "begun")
+
+
+def _train(study: Study, config: Any, run: Run, preset: str, context: Context) -> None:
+    """Run a study and store its trajectory."""
+    run.begin(preset)
+    start = time.perf_counter()
+    with _threads(study.threads):
+        result = study.run(config, context)
+    _warn_of_diverged_seeds(result, run)
+    run.save(result, device=context.device, wall_time=time.perf_counter() - start)
 
 
 def judge(study: Study, path: Path | str) -> Outcome:
@@ -145,50 +162,63 @@ def judge(study: Study, path: Path | str) -> Outcome:
     A run of another version of the study is refused: its trajectory is not what the claims are about.
     """
     path = Path(path)
-    config = read_config(path)
-    if (config["study"], config["version"]) != (study.name, study.version):
-        stored, present = f"{config['study']}, version {config['version']}", f"{study.name}, version {study.version}"
-        raise StorageError(f"{path} holds a run of {stored}, where {present} is judged; run it again with `joma run`.")
     with lock(path):
-        return _finished(study, path, judge_again=True)
+        remove_leftovers(path, deep=True, alone=True)
+        config = read_config(path)
+        if (config["study"], config["version"]) != (study.name, study.version):
+            stored = f"{config['study']}, version {config['version']}"
+            present, remedy = f"{study.name}, version {study.version}", "run it again with `joma run`"
+            raise StorageError(f"{path} holds a run of {stored}, where {present} is judged; {remedy}.")
+        claims, wall_time = _judge_again(study, path)
+    return Outcome(study.name, config["preset"], path, claims, wall_time, reused=True)
 
 
-def _finished(study: Study, path: Path, *, judge_again: bool) -> Outcome:
-    """Return a finished run; judge it again if `judge_again`, or if its claims or description are not the study's."""
+def _finished(study: Study, path: Path) -> Outcome:
+    """Return a finished run; judge it again if its claims or description are not the study's."""
+    check_run(path)
     stored, preset = read_claims(path), read_config(path)["preset"]
-    claims = stored.claims
+    claims, wall_time = stored.claims, stored.wall_time
     results = {"measured", "verdict"}
     declared = [{name: value for name, value in claim.items() if name not in results} for claim in claims]
-    same = declared == [claim.declaration for claim in study.claims] and stored.description == study.description
-    if judge_again or not same:
-        claims = _judge_stored(study, path, preset)
-        write_claims(path, StoredClaims(claims, study.description, stored.wall_time))
-        log(path, "judged again")
-    return Outcome(study.name, preset, path, claims, stored.wall_time, reused=True)
+    if declared != [claim.declaration for claim in study.claims] or stored.description != study.description:
+        claims, wall_time = _judge_again(study, path)
+    return Outcome(study.name, preset, path, claims, wall_time, reused=True)
 
 
-def _judge_stored(study: Study, path: Path, preset: str) -> list[dict[str, Any]]:
+def _judge_again(study: Study, path: Path) -> tuple[list[dict[str, Any]], float]:
+    """Judge and draw a run that an earlier version of the study's code may have written."""
     try:
-        return _judge_and_draw(study, open_run(path), preset, path)
+        result = _judge_and_finish(study, path)
     except (KeyError, AttributeError) as cause:  # what xarray raises for a missing variable or label
         reason = short_reason(cause)
         raise StorageError(
             f"{path} lacks what {study.name} is judged by ({reason}); delete it to run it again."
         ) from None
+    log(path, "judged again")
+    return result
 
 
-def _judge_and_draw(study: Study, trajectory: xr.Dataset, preset: str, path: Path) -> list[dict[str, Any]]:
-    """Return the records of the claims, and write the figures."""
+def _judge_and_finish(study: Study, path: Path) -> tuple[list[dict[str, Any]], float]:
+    """Judge the stored trajectory, draw its figures and finish the run; return the claims and the run's wall time."""
+    trajectory, preset = open_run(path), read_config(path)["preset"]
+    claims = [claim.judge(trajectory, preset) for claim in study.claims]
+    reopen(path)
+    _draw(study, trajectory, path)
+    wall_time = float(trajectory.attrs["wall_time_s"])
+    finish(path, StoredClaims(claims, study.description, wall_time))
+    return claims, wall_time
+
+
+def _draw(study: Study, trajectory: xr.Dataset, path: Path) -> None:
+    """Draw and write all figures of a study, and remove those that it no longer has."""
     from joma.report.figure import clear, save, style
 
-    claims = [claim.judge(trajectory, preset) for claim in study.claims]
     names = study.description.figures or []
     for name, drawing in zip(names, study.figures.values(), strict=True):
         with style():
             figure = drawing.draw(trajectory)
         save(figure, path / "figures" / name, caption=drawing.caption)
     clear(path / "figures", keep=names)
-    return claims
 
 
 def _warn_of_diverged_seeds(result: xr.Dataset, run: Run) -> None:

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from joma.files import StorageError, checksum, write_bytes, write_text
+from joma.files import StorageError, checksum, remove_leftovers, write_bytes, write_text
 
 KEEP = 2
+STEP = "step"  # the entry of the stored identity that names the checkpoint's step
 CHECKPOINT_NAME = re.compile(r"(0|[1-9]\d*)\.safetensors(\.sha256)?")
-TEMPORARY_NAME = re.compile(r"\.\d+(-\w+\.safetensors|\.safetensors-\w+\.sha256)")  # as `write_whole` makes them
 
 
 class DamagedCheckpoint(UserWarning):
@@ -64,7 +64,7 @@ class CheckpointStore:
 
         file, checksum_file = self._files(step)
         # As one entry: safetensors does not keep the order of several, and equal runs must write equal bytes.
-        identity = json.dumps(dict(self.identity), sort_keys=True)
+        identity = json.dumps({**self.identity, STEP: str(step)}, sort_keys=True)
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         content = save(on_cpu, {"about": identity})
         with ThreadPoolExecutor(1) as executor:  # computes the checksum while the file is written
@@ -76,8 +76,7 @@ class CheckpointStore:
 
     def tidy(self, step: int, *, keep: int = KEEP) -> None:
         """Remove checkpoints older than that of `step`, except for the newest intact ones: `keep` remain in all."""
-        for name in self._matches(TEMPORARY_NAME):
-            self._remove(name)
+        remove_leftovers(self.folder, alone=True)
         older = [old for old in self._steps() if old < step]
         intact = [old for old in older if old not in self._damaged and all(map(Path.exists, self._files(old)))]
         for old in sorted({*older} - {*intact[::-1][: keep - 1]}):
@@ -115,7 +114,9 @@ class CheckpointStore:
             else:
                 with safe_open(file, "pt") as content:
                     identity = json.loads((content.metadata() or {}).get("about", "{}"))
-                return TrainingCheckpoint(step, load_file(file), identity)
+                if identity.pop(STEP, None) in (None, str(step)):  # a checkpoint of version 0.1.0 has no step
+                    return TrainingCheckpoint(step, load_file(file), identity)
+                faults.append(f"{file} holds another step than its name says")
         except (OSError, SafetensorError, ValueError) as cause:
             faults.append(f"{file} cannot be read ({cause})")
         return None

@@ -70,8 +70,8 @@ def fit(
         steps: number of updates.
         record: what to measure besides the loss, and at which steps; if None, the loss alone at every step.
         saving: where and when to write checkpoints; none are written if None. The folder is locked while training runs.
-            A folder is refused if its checkpoints are of a run with another model, optimiser, number of steps, recorded
-            steps or seeds.
+            A folder is refused if its checkpoints are of a run with another identity, model, optimiser, number of
+            steps, recorded steps or seeds.
         compute: precision and compilation on CUDA.
         progress: opens a progress bar, `progress(total=steps)`.
 
@@ -93,7 +93,7 @@ def fit(
     if saving is None:
         _train(training, range(steps + 1), record_steps, progress)
     else:
-        save_steps, identity = saving.steps(steps), _identity(optimiser, steps, labels)
+        save_steps, identity = saving.steps(steps), {**_identity(optimiser, steps, labels), **saving.identity}
         saver = _Saver(CheckpointStore(Path(saving.folder), identity), save_steps, saving.min_seconds)
         with lock(saver.store.folder):
             start, finished = saver.resume(training, record_steps)
@@ -158,7 +158,8 @@ class _Saver:
         checkpoint = self.store.load()
         if checkpoint is None:
             return 0, False
-        differences = [name for name, value in self.store.identity.items() if checkpoint.identity.get(name) != value]
+        stored, present = checkpoint.identity, self.store.identity
+        differences = [name for name in {**present, **stored} if stored.get(name) != present.get(name)]
         differences = differences or training.differences(checkpoint, record_steps)
         if differences:
             other = f"of another run, which differs in {', '.join(differences)}"

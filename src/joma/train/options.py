@@ -69,11 +69,14 @@ class Saving:
         folder: a folder for this training alone. Training resumes from the newest checkpoint in it.
         at: the steps at which to save; ten of them if None. The end is always saved.
         min_seconds: a save that would come sooner than this after the last one, or after the start, is skipped.
+        identity: what else tells this training from others, by name, such as the run it belongs to. It is stored in
+            every checkpoint, and a checkpoint with another identity is refused.
     """
 
     folder: Path | str
     at: Iterable[int] | None = None
     min_seconds: float = 0.0
+    identity: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", _as_tuple(self.at))

@@ -22,7 +22,8 @@ from jaxtyping import Float
 
 from joma.arguments import InputError
 from joma.progress import SILENT, Progress
-from joma.watch.series import Checkpoints, Fault, LazyCheckpoint, Measure, Store
+from joma.watch.series import Checkpoints, Fault, LazyCheckpoint
+from joma.watch.store import Measure, Store
 
 NOT_FINITE_REMEDY = "download it again; if nothing changes, the training had diverged by then"
 PUBLISHER_REMEDY = "and report it to the publisher if nothing changes"

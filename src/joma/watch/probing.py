@@ -29,7 +29,8 @@ from joma.watch.audit import NOT_FINITE_REMEDY, Audit, audit_series
 from joma.watch.loading import ONLY_WEIGHTS, default_text, encode, load, quiet
 from joma.watch.recorder import LOWER_MATRIX
 from joma.watch.sdpa import attention
-from joma.watch.series import Checkpoints, Fault, LazyCheckpoint, Measure, Store
+from joma.watch.series import Checkpoints, Fault, LazyCheckpoint
+from joma.watch.store import Measure, Store
 from joma.watch.weight_files import Unreadable
 
 EMBEDDING = re.compile(  # the token embedding, as the architectures name it

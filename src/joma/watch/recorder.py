@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from joma.arguments import InputError, StateError, choice, scalar, whole
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.rank import stable_rank
-from joma.runs import provenance, write_trajectory
+from joma.runs import provenance, write_recording
 from joma.watch.sdpa import QUANTITIES, attention, check_model, check_rows
 
 MAX_STACKED = 2**24  # elements that are copied at once to measure weights of the same shape together
@@ -164,7 +164,7 @@ class Recorder:
 
     def save(self, path: str | Path) -> None:
         """Write the trajectory as netCDF, with provenance; `joma.open_run(path)` reads it."""
-        write_trajectory(Path(path), self.dataset().assign_attrs(provenance()))
+        write_recording(Path(path), self.dataset().assign_attrs(provenance()))
 
     def _measure(self) -> Measurement:
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))

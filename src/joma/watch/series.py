@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from joma.arguments import InputError
-from joma.files import storage_error, write_bytes
 from joma.progress import SILENT, Progress
 from joma.watch.locations import CONFIG, Folders, Hub
+from joma.watch.store import Measure, Store, measure_or_load
 from joma.watch.weight_files import ByteCounter, FileEntry, WeightFile, select_weight_files
 
 # How the checkpoints of known series are named, each with the group `step`; all are tried unless a pattern is given.
@@ -260,7 +260,7 @@ class Checkpoints(Sequence[LazyCheckpoint]):
                 checkpoint = self._checkpoint(*member)
                 task.say(checkpoint.name)
                 try:
-                    result = _measure_or_load(store, checkpoint, measure)
+                    result = measure_or_load(store, checkpoint, measure)
                 except InputError as error:
                     result = error
                 yield checkpoint, result
@@ -306,61 +306,3 @@ def _in_training_order(
         else:
             by_step[step] = name
     return sorted(by_step.items()), without_step
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A function of one checkpoint, and what identifies its results in a store.
-
-    Attributes:
-        name: the label of the progress bar; part of the identity.
-        version: raised whenever the result changes.
-        function: maps a checkpoint to named arrays.
-        options: everything else that the result depends on.
-    """
-
-    name: str
-    version: int
-    function: Callable[[LazyCheckpoint], dict[str, np.ndarray]]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Store:
-    """Measurements in a folder, one small safetensors file each, under the identity of the checkpoint's content."""
-
-    def __init__(self, folder: Path | str) -> None:
-        self.folder = Path(folder)
-
-    def _file(self, checkpoint: LazyCheckpoint, measure: Measure) -> Path:
-        key = [checkpoint.identity, measure.name, measure.version, dict(measure.options)]
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        return self.folder / f"{measure.name.replace(' ', '-')}-{digest[:32]}.safetensors"
-
-    def get(self, checkpoint: LazyCheckpoint, measure: Measure) -> dict[str, np.ndarray] | None:
-        """Return the stored measurement, or None if there is none or its file is damaged."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
-
-        file = self._file(checkpoint, measure)
-        try:
-            return load(file.read_bytes())
-        except (FileNotFoundError, SafetensorError):
-            return None
-        except OSError as cause:  # a file where the folder should be, or a file without read permission
-            raise storage_error(file, cause) from None
-
-    def put(self, checkpoint: LazyCheckpoint, measure: Measure, values: Mapping[str, np.ndarray]) -> None:
-        """Store a measurement."""
-        from safetensors.numpy import save
-
-        content = save({name: np.asarray(value, order="C") for name, value in values.items()})
-        write_bytes(self._file(checkpoint, measure), content)
-
-
-def _measure_or_load(store: Store | None, checkpoint: LazyCheckpoint, measure: Measure) -> dict[str, np.ndarray]:
-    values = store.get(checkpoint, measure) if store else None
-    if values is None:
-        values = measure.function(checkpoint)
-        if store:
-            store.put(checkpoint, measure, values)
-    return values

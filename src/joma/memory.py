@@ -1,0 +1,81 @@
+"""How much memory this process may still allocate, so that what cannot fit is refused before anything is read."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from joma.arguments import InputError
+
+MARGIN = 0.9  # of the free memory: the rest is for what is not counted
+UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+
+
+def available() -> int:
+    """Return the number of bytes that may still be allocated.
+
+    It is the least of what the machine has free, what its control group (a container) has left, and the limit on the
+    address space of this process (`ulimit -v`).
+    """
+    bounds = [_free_on_machine(), _left_in_group(), _left_in_address_space()]
+    return max(0, min(bound for bound in bounds if bound is not None))
+
+
+def check(name: str, needed: int, remedy: str) -> None:
+    """Raise `InputError` if `needed` bytes, for what the argument `name` asks for, exceed the available memory.
+
+    >>> check("width", 10**18, "choose a smaller width")
+    Traceback (most recent call last):
+    joma.arguments.InputError: `width` must be small enough for this machine's memory, got a size of 1 EB where ...
+    """
+    free = available()
+    if needed > MARGIN * free:
+        got = f"a size of {readable(needed)} where {readable(free)} are free"
+        raise InputError(name, "small enough for this machine's memory", got, remedy)
+
+
+def readable(size: int) -> str:
+    """Return a number of bytes with a unit.
+
+    >>> readable(512), readable(6_200_000_000)
+    ('512 B', '6.2 GB')
+    """
+    number, unit = float(size), 0
+    while number >= 999.5 and unit < len(UNITS) - 1:
+        number, unit = number / 1000, unit + 1
+    return f"{number:.3g} {UNITS[unit]}"
+
+
+def _free_on_machine() -> int:
+    """Return the memory that programs can still get, by Linux's own estimate; elsewhere all the machine has."""
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _left_in_group() -> int | None:
+    """Return what the control group of this process may still use, None without a limit."""
+    for line in _lines("/proc/self/cgroup"):
+        hierarchy, _, path = line.partition("::")
+        if hierarchy == "0":
+            folder = Path("/sys/fs/cgroup") / path.lstrip("/")
+            limit, used = (next(iter(_lines(folder / name)), "max") for name in ("memory.max", "memory.current"))
+            return int(limit) - int(used) if limit.isdigit() and used.isdigit() else None
+    return None
+
+
+def _left_in_address_space() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = next(iter(_lines("/proc/self/statm")), "0").split()[0]
+    return limit - int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _lines(file: str | Path) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,49 @@
+"""How much memory is left: by the machine, by a limit on the process, and what is refused."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from joma import memory
+from joma.arguments import InputError
+
+
+def test_no_more_is_available_than_the_machine_has():
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+    assert 0 < memory.available() <= 1024 * int(total.split()[1])
+
+
+def test_a_limit_on_the_address_space_lowers_what_is_available():
+    code = (
+        "import resource\nfrom joma import memory\n"
+        f"resource.setrlimit(resource.RLIMIT_AS, ({2**31}, {2**31}))\n"
+        "print(memory.available())"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0 < int(answer.stdout) < 2**31
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] != 2**31
+
+
+def test_the_limit_of_a_control_group_lowers_what_is_available(monkeypatch):
+    files = {"/proc/self/cgroup": ["0::/job"], "/sys/fs/cgroup/job/memory.max": ["3000000"]}
+    files["/sys/fs/cgroup/job/memory.current"] = ["1000000"]
+    monkeypatch.setattr(memory, "_lines", lambda file: files.get(str(file), []))
+    assert memory.available() == 2_000_000
+    files["/sys/fs/cgroup/job/memory.max"] = ["max"]
+    assert memory.available() > 2_000_000
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers():
+    memory.check("seeds", 1000, "use fewer")
+    with pytest.raises(InputError, match=r"`seeds` must be small enough .* 5 PB where .* are free; use fewer\."):
+        memory.check("seeds", 5 * 10**15, "use fewer")
+
+
+def test_sizes_have_three_digits_and_a_unit():
+    sizes = (0, 999, 1000, 999_499, 999_500, 10**18, 10**22)
+    assert [memory.readable(size) for size in sizes] == [
+        "0 B", "999 B", "1 kB", "999 kB", "1 MB", "1 EB", "1e+04 EB",
+    ]  # fmt: skip
