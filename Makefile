@@ -1,4 +1,5 @@
 # make run: every study at its quick preset, then one HTML report. make test: all tests. make check: what CI runs.
+# make torture: the long part of tests/robustness, in minutes; SCALE=0.1 tries a tenth, HARNESS=name one of them.
 PYTHON ?= python3
 OUT ?= runs
 # Another build of torch, in an environment of its own: make check VENV=.venv-torch TORCH=2.11.0
@@ -8,9 +9,11 @@ BIN := $(VENV)/bin
 # pip needs the constraints on every install: an unpinned torch would be the newest, whatever was tested.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+SCALE ?= 1
+HARNESS ?=
 export MPLBACKEND := agg
 
-.PHONY: run test check lint types contracts format reference benchmark clean
+.PHONY: run test torture check lint types contracts format reference benchmark clean
 
 run: $(VENV)/installed
 	@$(BIN)/joma run --out $(OUT) || test $$? -eq 1
@@ -19,6 +22,9 @@ run: $(VENV)/installed
 
 test: $(VENV)/developed
 	$(BIN)/python -m pytest -n auto --dist worksteal -q
+
+torture: $(VENV)/developed
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests $(BIN)/python -m robustness --scale $(SCALE) $(HARNESS)
 
 check: lint types contracts test
 
