@@ -1,0 +1,248 @@
+"""A good series of checkpoints with a hostile one inside: the others must be measured as if it were not there.
+
+Every series is probed in a forked process with limits on memory and time, without root's right to read everything, so
+that a crash, a hang or a huge allocation is a failure of the one case.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import resource
+import select
+import shutil
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from joma.watch.probing import probe
+from joma.watch.series import Checkpoints
+
+STEPS, HOSTILE_STEP = (0, 10, 20, 40), 30
+HOSTILE = f"step{HOSTILE_STEP}"
+MEMORY = 3 << 30  # bytes that a probe may allocate beyond what the process has
+RESIDENT = 1 << 29  # bytes that a probe of these tiny checkpoints may really use
+SECONDS = 10  # of computing; the clock on the wall may show more on a busy machine
+WALL = 12  # times as many seconds, for what waits without computing
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A hostile checkpoint.
+
+    Attributes:
+        name: what is wrong with it.
+        damage: makes a sound checkpoint's folder hostile; returns the folder's new name if it renames it.
+        outcome: what must become of it: it is left out; all or a part of it is measured with the values that it has
+            without the damage; or either of them ("any": then the values are not judged here).
+        lost: the variables that are not measured if the outcome is "partly".
+        message: a part of the fault's message.
+    """
+
+    name: str
+    damage: Callable[[Path], str | None]
+    outcome: Literal["left out", "measured", "partly", "any"] = "left out"
+    lost: tuple[str, ...] = ()
+    message: str = ""
+
+
+class Outcome(NamedTuple):
+    """What a probe of a series returned, or the traceback of what it raised."""
+
+    values: Mapping[str, Mapping[tuple[Any, ...], float]]  # by checkpoint, then by variable and labels; without NaN
+    faults: tuple[Any, ...] = ()
+    problem: str = ""
+    resident: int = 0
+    seconds: float = 0.0
+
+    def of(self, checkpoint: str) -> list[Any]:
+        """Return the faults that name a checkpoint."""
+        return [fault for fault in self.faults if checkpoint in fault.checkpoints]
+
+
+@dataclass
+class GoodSeries:
+    """A series of sound checkpoints, and copies of it that contain a hostile one.
+
+    Attributes:
+        folder: where the series is written.
+        write: writes the sound checkpoint of a step into a folder that exists.
+        shared: writes files that all checkpoints share into the folder of the series.
+    """
+
+    folder: Path
+    write: Callable[[Path, int], object]
+    shared: Callable[[Path], object] = lambda _: None
+    expected: Outcome = field(init=False)
+    whole: Outcome = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Write and probe the series, once without and once with the checkpoint that hostile ones replace."""
+        self.template = self.folder / "template"
+        self.template.mkdir(parents=True)
+        self.shared(self.template)
+        for step in STEPS:
+            (self.template / f"step{step}").mkdir()
+            self.write(self.template / f"step{step}", step)
+        _probe(self.template)  # what is imported here need not be imported in every forked process
+        self.expected = probe_apart(self.template)
+        self.sound = self.folder / HOSTILE
+        self.sound.mkdir()
+        self.write(self.sound, HOSTILE_STEP)
+        self.whole = probe_apart(self._copy(lambda _: None)[0])
+        assert not self.expected.problem, self.expected.problem
+        assert not self.whole.problem, self.whole.problem
+        assert set(self.expected.values) == {f"step{step}" for step in STEPS}, self.expected
+        assert set(self.whole.values) == {*self.expected.values, HOSTILE}, self.whole
+
+    def _copy(self, damage: Callable[[Path], str | None]) -> tuple[Path, str]:
+        """Copy the series with a damaged checkpoint inside; return its folder and the checkpoint's name."""
+        folder = self.folder / "series"
+        remove(folder)
+        shutil.copytree(self.template, folder)
+        shutil.copytree(self.sound, folder / HOSTILE)
+        return folder, damage(folder / HOSTILE) or HOSTILE
+
+    def probe(self, hostile: Hostile, **limits: int) -> tuple[Outcome, str]:
+        """Return what a probe makes of the series with the hostile checkpoint, and the checkpoint's name."""
+        folder, name = self._copy(hostile.damage)
+        try:
+            return probe_apart(folder, **limits), name
+        finally:
+            remove(folder)
+
+    def check(self, hostile: Hostile, **limits: int) -> Outcome:
+        """Raise AssertionError unless the hostile checkpoint has the outcome it must have, and changes no other."""
+        result, name = self.probe(hostile, **limits)
+        assert not result.problem, f"{hostile.name}: {result.problem}"
+        assert result.resident < RESIDENT, f"{hostile.name}: {result.resident:,} bytes of memory"
+        for checkpoint, values in self.expected.values.items():
+            assert result.values.get(checkpoint) == values, f"{hostile.name} changed {checkpoint}: {result.faults}"
+        strangers = {*result.values} - {*self.expected.values} - {name}
+        assert not strangers, f"{hostile.name}: {strangers} are measured"
+        others = [fault for fault in result.faults if name not in fault.checkpoints]
+        usual = {fault.kind for fault in self.expected.faults}
+        assert {fault.kind for fault in others} == usual, f"{hostile.name} has faults of others: {others}"
+        self._check_outcome(hostile, name, result)
+        return result
+
+    def _check_outcome(self, hostile: Hostile, name: str, result: Outcome) -> None:
+        faults, values = result.of(name), result.values.get(name, {})
+        messages = [str(fault) for fault in faults]
+        left_out = not values and bool(faults)
+        if hostile.outcome == "any":
+            assert left_out or values, f"{hostile.name} is neither measured nor named"
+            return
+        expected = {key: value for key, value in self.whole.values[HOSTILE].items() if key[0] not in hostile.lost}
+        if hostile.outcome == "left out":
+            assert left_out, f"{hostile.name} is not left out: {values}, {messages}"
+        else:
+            assert values == expected, f"{hostile.name} is measured as {values}, not as {expected}: {messages}"
+        named = all(fault.loses_data for fault in faults) and bool(faults)
+        assert named == (hostile.outcome != "measured"), f"{hostile.name}: {messages}"
+        assert hostile.message in " ".join(messages), f"{hostile.name}: {messages}"
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder with whatever a hostile checkpoint has put there, such as folders that may not be entered."""
+    for parent, folders, _ in os.walk(folder):
+        for name in folders:
+            if not (Path(parent) / name).is_symlink():
+                (Path(parent) / name).chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def probe_apart(folder: Path, *, seconds: int = SECONDS, memory: int = MEMORY) -> Outcome:
+    """Probe a series in a forked process that may use so many seconds and bytes."""
+    return run_apart(lambda: _probe(folder), seconds=seconds, memory=memory)
+
+
+def run_apart(function: Callable[[], Outcome], *, seconds: int, memory: int, wall: float = WALL) -> Outcome:
+    """Call a function in a forked process with limits; a crash, a hang or an exception becomes the problem."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads; the child uses one
+        child = os.fork()
+    if child == 0:
+        _answer(function, writer, seconds, memory)
+    os.close(writer)
+    content, deadline = b"", time.monotonic() + wall * seconds
+    with open(reader, "rb", buffering=0) as pipe:
+        while time.monotonic() < deadline:
+            if select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                if not (chunk := pipe.read(1 << 20)):
+                    break
+                content += chunk
+        else:
+            os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if not content:
+        code = os.waitstatus_to_exitcode(status)
+        late = code in (-signal.SIGKILL, -signal.SIGXCPU)
+        problem = f"no answer in {seconds} s" if late else f"ended with exit code {code}"
+        return Outcome({}, problem=problem)
+    return pickle.loads(content)
+
+
+def _answer(function: Callable[[], Outcome], writer: int, seconds: int, memory: int) -> None:
+    """Call the function, write what it returns to a pipe, and leave the process."""
+    try:
+        faulthandler.disable()  # a crash is seen from outside
+        torch.set_num_threads(1)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        _give_up_root_rights()
+        size = resource.getpagesize()
+        pages, resident_pages = Path("/proc/self/statm").read_text().split()[:2]
+        limit = int(pages) * size + int(memory)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        start = time.monotonic()
+        try:
+            result = function()
+        except BaseException:
+            result = Outcome({}, problem=traceback.format_exc())
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        result = result._replace(resident=peak - int(resident_pages) * size, seconds=time.monotonic() - start)
+        content = pickle.dumps(result)
+        while content:
+            content = content[os.write(writer, content) :]
+    finally:
+        os._exit(0)
+
+
+def _give_up_root_rights() -> None:
+    """Let permissions of files hold for root too, in this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of the interface, this process
+    rights = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; the lower 32 rights and the upper ones
+    if libc.capget(header, rights) == 0:
+        rights[0] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        libc.capset(header, rights)
+
+
+def _probe(folder: Path) -> Outcome:
+    result = probe(Checkpoints(folder), text="The cat sat on the mat, and the dog lay on the rug. " * 4)
+    return Outcome(labelled(result.data), result.audit.faults)
+
+
+def labelled(data: Any) -> dict[str, dict[tuple[Any, ...], float]]:
+    """Return the measured numbers of each checkpoint, by variable and labels; NaN stands for what is missing."""
+    values: dict[str, dict[tuple[Any, ...], float]] = {str(name): {} for name in data.checkpoint.values}
+    for variable, array in data.data_vars.items():
+        if "step" not in array.dims:
+            continue
+        for index, number in np.ndenumerate(array.transpose("step", ...).values):
+            dims = [dim for dim in array.dims if dim != "step"]
+            labels = [str(array[dim].values[i]) for dim, i in zip(dims, index[1:], strict=True)]
+            if not np.isnan(number):
+                values[str(data.checkpoint.values[index[0]])][variable, *labels] = float(number)
+    return values
