@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,8 +21,8 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space is left 
 MODE = 0o644  # of every file that is written: a temporary file starts as 0o600, which nobody else could read
 MAX_JSON = 1 << 28  # bytes; the largest file of ours has some thousands of them
 TEMPORARY = ".joma-"  # how the names of temporary files begin
+MAX_STEM, MAX_SUFFIX = 40, 20  # characters of a file's name in that of its temporary file, which must not be too long
 CHECKSUM_BYTES = 4096  # no checksum file is longer
-ABANDONED_SECONDS = 60.0  # a younger temporary file may be one that its writer has not locked yet
 
 
 class StorageError(OSError):
@@ -49,47 +48,77 @@ class DamagedFile(StorageError):
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it to `path`; its mode becomes 0o644.
 
-    A reader sees the old file or the new one, never a part; after an error the old one is untouched. The temporary file
-    is locked while it is written: one that nobody holds was left by a process that died (`remove_leftovers`).
+    A reader sees the old file or the new one, never a part. The temporary file is locked while it is written: one that
+    nobody holds was left by a process that died (`remove_leftovers`).
     """
     temporary: Path | None = None
     handle = -1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f"{TEMPORARY}{path.stem[:40]}-", suffix=path.suffix, dir=path.parent)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        temporary = Path(name)
+        handle, temporary = _locked_temporary(path)
         write(temporary)
         temporary.chmod(MODE)
         _flush(temporary)
         os.replace(temporary, path)
         temporary = None
         _flush(path.parent)
+    except StorageError:
+        raise
     except OSError as cause:
         raise storage_error(path, cause) from None
     finally:
+        # Nothing was written through the handle, and the error that brought us here is the one to report.
         if temporary is not None:
-            with suppress(OSError):  # the error that brought us here is the one to report
+            with suppress(OSError):
                 temporary.unlink()
         if handle >= 0:
-            os.close(handle)
+            with suppress(OSError):
+                os.close(handle)
 
 
-def remove_leftovers(folder: Path, *, deep: bool = False, alone: bool = False) -> None:
+def _locked_temporary(path: Path) -> tuple[int, Path]:
+    """Make a temporary file beside `path` and lock it; return the handle that holds the lock, and the file."""
+    while True:
+        suffix = path.suffix if len(path.suffix) <= MAX_SUFFIX else ""
+        handle, name = tempfile.mkstemp(prefix=f"{TEMPORARY}{path.stem[:MAX_STEM]}-", suffix=suffix, dir=path.parent)
+        with suppress(OSError):  # a file system without locks: `remove_leftovers` cannot lock either, and spares it
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.path.exists(name):
+            return handle, Path(name)
+        os.close(handle)  # another process's `remove_leftovers` came before the lock and took the file for a leftover
+
+
+def remove_leftovers(folder: Path, *, deep: bool = False) -> None:
     """Remove the temporary files of processes that died while they wrote to `folder`, or with `deep` below it.
 
-    Files that a living process is writing are locked, and stay. A caller that has locked the folder is `alone` in it,
-    and need not spare files so young that their writer may not have locked them yet.
+    A file that a living process is writing is locked, and stays. What cannot be removed stays too: it does no harm.
     """
-    for file in folder.glob(f"**/{TEMPORARY}*" if deep else f"{TEMPORARY}*"):
-        with suppress(OSError):  # another process may have removed it, and what may not be removed does no harm
-            if alone or time.time() - file.stat().st_mtime > ABANDONED_SECONDS:
-                handle = os.open(file, os.O_RDONLY)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    file.unlink()
-                finally:
-                    os.close(handle)
+    for place, subfolders, names in os.walk(folder):  # ignores folders that cannot be read
+        for name in names:
+            if name.startswith(TEMPORARY):
+                with suppress(OSError):
+                    _remove_unlocked(Path(place, name))
+        if not deep:
+            subfolders.clear()
+
+
+def _remove_unlocked(file: Path) -> None:
+    """Remove a file, or raise `OSError` if its writer has locked it."""
+    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # never waits, whatever the file is
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.unlink()
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a file if it exists; raise `StorageError` if the file system refuses."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as cause:
+        reason = os.strerror(cause.errno) if cause.errno else cause
+        raise StorageError(f"cannot remove {path}: {reason}; remove it by hand.") from None
 
 
 def _flush(path: Path) -> None:
@@ -115,9 +144,16 @@ def storage_error(path: Path, cause: OSError) -> StorageError:
 
 def check_writable(folder: Path) -> None:
     """Raise `StorageError` if the folder cannot be made or written to, before any work is done for it."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise storage_error(folder, OSError(errno.EACCES if existing.is_dir() else errno.ENOTDIR, "refused"))
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "refused")
+        if os.statvfs(existing).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, "refused")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "refused")
+    except OSError as cause:
+        raise storage_error(folder, cause) from None
 
 
 def write_bytes(path: Path, content: bytes | bytearray | memoryview) -> None:
@@ -128,26 +164,45 @@ def write_bytes(path: Path, content: bytes | bytearray | memoryview) -> None:
 def write_checked(path: Path, content: bytes | bytearray | memoryview) -> None:
     """Write `content` to `path` and its checksum beside it, each whole; `read_checked` then vouches for it.
 
-    If the file existed, the checksum file first holds both checksums: whenever the process dies, one of them is right.
+    The checksum comes first, and if a file is replaced, that of the old one stays beside it until the new one is in
+    place: whenever the process dies, the file that exists is vouched for.
     """
-    file = checksum_file(path)
-    digest = hashlib.sha256(content).hexdigest()
-    if path.exists() and file.exists():
-        with suppress(OSError):
-            write_bytes(file, file.read_bytes()[:CHECKSUM_BYTES] + f"{digest}  {path.name}\n".encode())
-    write_bytes(path, content)
-    write_text(file, f"{digest}  {path.name}\n")
+    file, digest = checksum_file(path), hashlib.sha256(content).hexdigest()
+    line, old = f"{digest}  {path.name}\n", _vouched(path)
+    try:
+        write_text(file, line if old in (None, digest) else f"{old}  {path.name}\n{line}")
+        write_bytes(path, content)
+    except StorageError:
+        with suppress(OSError):  # what remains is right in any case, but for the checksum of a file that does not exist
+            if not path.exists():
+                file.unlink(missing_ok=True)
+        raise
+    if old not in (None, digest):
+        write_text(file, line)
+
+
+def _vouched(path: Path) -> str | None:
+    """Return the checksum of a file, None if it does not exist or is not what was written."""
+    try:
+        digest = checksum(path)
+        return digest if digest in stored_checksums(path, "") else None
+    except OSError:
+        return None
 
 
 def read_checked(path: Path, remedy: str) -> bytes:
     """Return the content of a file that `write_checked` wrote; raise `DamagedFile` if it is not what was written."""
-    try:
-        content = path.read_bytes()
-    except OSError as cause:
-        raise read_error(path, cause) from None
-    if hashlib.sha256(content).hexdigest() not in stored_checksums(path, remedy):
-        raise DamagedFile(path, "is cut short or altered since it was written", remedy)
-    return content
+    digest = None
+    while True:
+        try:
+            content = path.read_bytes()
+        except OSError as cause:
+            raise read_error(path, cause) from None
+        previous, digest = digest, hashlib.sha256(content).hexdigest()
+        if digest in stored_checksums(path, remedy):
+            return content
+        if digest == previous:  # otherwise it may have been replaced between the reading of file and checksum
+            raise DamagedFile(path, "is cut short or altered since it was written", remedy)
 
 
 def stored_checksums(path: Path, remedy: str) -> list[str]:
@@ -182,11 +237,18 @@ def read_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_JSON:
             raise StorageError(f"{path} is no JSON of ours: it has more than {MAX_JSON:,} bytes; check the path.")
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except StorageError:
         raise
     except OSError as cause:
         raise read_error(path, cause) from None
+    return parse_json(path, content)
+
+
+def parse_json(path: Path, content: bytes) -> Any:
+    """Return the value of JSON that was read from `path`, which is named if it is broken."""
+    try:
+        return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as cause:
         reason = "it is nested too deeply" if isinstance(cause, RecursionError) else cause
         raise StorageError(f"{path} is not valid JSON ({reason}); delete its folder to run it again.") from None
@@ -224,9 +286,12 @@ def lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FolderLocked(
-                f"{folder} is locked by another process; wait for it or choose another folder."
-            ) from None
+            remedy = "wait for it or choose another folder"
+            raise FolderLocked(f"{folder} is locked by another process; {remedy}.") from None
+        except OSError as cause:
+            reason = os.strerror(cause.errno) if cause.errno else cause
+            raise StorageError(f"cannot lock {folder}: {reason}; choose a folder on another disk.") from None
         yield
     finally:
-        os.close(handle)
+        with suppress(OSError):  # closed all the same, and the lock with it
+            os.close(handle)

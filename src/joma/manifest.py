@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from joma.files import DamagedFile, checksum, read_error, write_text
+from joma.files import MAX_JSON, DamagedFile, checksum, read_error, write_text
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -56,6 +56,16 @@ class Manifest:
             self._check_size(name)
             self._compare(name, _checksum(self.folder / name))
 
+    def read(self, name: str) -> bytes:
+        """Return the content of a file; the bytes that are returned are those that are checked."""
+        self._check_size(name)
+        try:
+            content = (self.folder / name).read_bytes()
+        except OSError as cause:
+            raise read_error(self.folder / name, cause) from None
+        self._compare(name, hashlib.sha256(content).hexdigest())
+        return content
+
     @contextmanager
     def checking(self, name: str) -> Iterator[None]:
         """Check a file that is read inside the block.
@@ -76,6 +86,9 @@ class Manifest:
 
     def _check_size(self, name: str) -> int:
         """Return the size of a file, after checking that it is a file of the size that was written."""
+        if name not in self.files and not self.complete:
+            problem = "was being written when its writer was stopped, or is being written now"
+            raise DamagedFile(self.folder / name, problem, "run the command that writes it again")
         if name not in self.files:
             raise self._damaged(name, f"is not listed in {MANIFEST}")
         try:
@@ -98,38 +111,65 @@ class Manifest:
         return DamagedFile(self.folder / name, problem, self.remedy)
 
 
-def write_manifest(folder: Path, identity: Mapping[str, Any], names: Iterable[str], *, complete: bool = True) -> None:
-    """Write the manifest of the files `names`, which are all in place."""
-    files = {name: Entry((folder / name).stat().st_size, _checksum(folder / name)) for name in sorted(names)}
+def write_manifest(
+    folder: Path,
+    identity: Mapping[str, Any],
+    names: Iterable[str],
+    *,
+    complete: bool = True,
+    earlier: Manifest | None = None,
+) -> None:
+    """Write the manifest of the files `names`, which are all in place.
+
+    Entries of an `earlier` manifest are copied: a file that was altered since then must not become a good one.
+    """
+    known = {} if earlier is None else earlier.files
     content = {
         "format": FORMAT,
         "identity": dict(identity),
         "complete": complete,
-        "files": {name: asdict(entry) for name, entry in files.items()},
+        "files": {name: asdict(known[name] if name in known else _entry(folder / name)) for name in sorted(names)},
     }
     write_text(folder / MANIFEST, _serialised(content))
+
+
+def _entry(path: Path) -> Entry:
+    try:
+        return Entry(path.stat().st_size, checksum(path))
+    except OSError as cause:
+        raise read_error(path, cause) from None
 
 
 def read_manifest(folder: Path, *, remedy: str = "restore it") -> Manifest | None:
     """Read the manifest of a folder, None if it has none; raise `DamagedFile` if it is not what was written."""
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read_text(path)
         content = json.loads(text)
         del content["sha256"]
         files = {name: Entry(**entry) for name, entry in content["files"].items()}
+        identity, complete, number = dict(content["identity"]), bool(content["complete"]), content["format"]
         intact = text == _serialised(content) and all(map(_is_inside, files))
     except FileNotFoundError:
         return None
     except OSError as cause:
         raise read_error(path, cause) from None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
-        intact, content, files = False, {}, {}
+        raise DamagedFile(path, "is cut short or altered since it was written", remedy) from None
     if not intact:
         raise DamagedFile(path, "is cut short or altered since it was written", remedy)
-    if content["format"] != FORMAT:
-        raise DamagedFile(path, f"has the format {content['format']}, not {FORMAT}", "update joma")
-    return Manifest(folder, content["identity"], content["complete"], files, remedy)
+    if number != FORMAT:
+        raise DamagedFile(path, f"has the format {number}, not {FORMAT}", "update joma")
+    return Manifest(folder, identity, complete, files, remedy)
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a manifest; a file that is far too long for one is not read."""
+    with path.open("rb") as file:
+        content = file.read(MAX_JSON + 1)
+    if len(content) > MAX_JSON:
+        raise ValueError("too long")
+    return content.decode("utf-8")
 
 
 def _serialised(content: Mapping[str, Any]) -> str:
@@ -142,7 +182,7 @@ def _serialised(content: Mapping[str, Any]) -> str:
 def _is_inside(name: str) -> bool:
     """Return whether a name stays inside its folder."""
     path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _checksum(path: Path) -> str:

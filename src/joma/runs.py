@@ -11,7 +11,7 @@ import json
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -29,6 +29,7 @@ from joma.files import (
     StorageError,
     checksum,
     lock,
+    parse_json,
     read_checked,
     read_json,
     remove_leftovers,
@@ -113,12 +114,12 @@ class Run:
         new_folders = [folder for folder in (self.path, self.path.parent, self.out) if not folder.exists()]
         try:
             with lock(self.path):
-                remove_leftovers(self.path, deep=True, alone=True)
+                remove_leftovers(self.path, deep=True)
                 self._check_identity()
                 yield
         except InputError:
             if self.path in new_folders:
-                shutil.rmtree(self.path)
+                shutil.rmtree(self.path, ignore_errors=True)  # the bad input is what to report
             for folder in new_folders[1:]:
                 with suppress(OSError):  # another run may be in it by now
                     folder.rmdir()
@@ -194,16 +195,16 @@ def finish(path: Path, stored: StoredClaims) -> None:
         "claims": stored.claims,
     }
     write_json(path / CLAIMS, content)
-    _write_stage(path, complete=True)
+    stems = stored.description.figures or ()
+    figures = (f"{FIGURES}/{file.name}" for file in (path / FIGURES).glob("*") if file.stem in stems)
+    _write_stage(path, complete=True, results=(CLAIMS, *figures))
 
 
-def _write_stage(path: Path, *, complete: bool) -> None:
+def _write_stage(path: Path, *, complete: bool, results: Iterable[str] = ()) -> None:
     """Write the manifest of config and trajectory, and of claims and figures if the run is complete."""
-    names = [CONFIG, TRAJECTORY]
-    if complete:
-        figures = (file for file in (path / FIGURES).glob("*") if not file.name.startswith("."))
-        names += [CLAIMS, *(f"{FIGURES}/{file.name}" for file in figures)]
-    write_manifest(path, _read_fields(path / CONFIG), names, complete=complete)
+    names = [CONFIG, TRAJECTORY, *results]
+    earlier = read_manifest(path, remedy=_restore(path))
+    write_manifest(path, _read_fields(path / CONFIG), names, complete=complete, earlier=earlier)
 
 
 def _manifest(path: Path) -> Manifest:
@@ -238,8 +239,7 @@ def _adopt(path: Path) -> bool:
 
 def read_claims(path: Path) -> StoredClaims:
     """Read a finished run's claims, after checking them against its manifest."""
-    _manifest(path).check([CLAIMS])
-    fields = _read_fields(path / CLAIMS, "claims", "wall_time_s")
+    fields = _checked_fields(_manifest(path), CLAIMS, "claims", "wall_time_s")
     try:
         description = Description(**fields["description"])
     except (TypeError, KeyError) as cause:
@@ -247,15 +247,32 @@ def read_claims(path: Path) -> StoredClaims:
     return StoredClaims(fields["claims"], description, fields["wall_time_s"])
 
 
+def earlier_figures(path: Path) -> list[str]:
+    """Return the names of a run's figures when it was last judged, if its `claims.json` still says so."""
+    try:
+        names = read_json(path / CLAIMS)["description"]["figures"]
+    except (StorageError, KeyError, TypeError):
+        return []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Read what a run is: `study`, `version`, `config`, `seeds` and `preset`; it is checked against the manifest."""
-    _manifest(path).check([CONFIG])
-    return _read_fields(path / CONFIG, "study", "version", "config", "seeds", "preset")
+    return _checked_fields(_manifest(path), CONFIG, "study", "version", "config", "seeds", "preset")
+
+
+def _checked_fields(manifest: Manifest, name: str, *names: str) -> dict[str, Any]:
+    """Read a JSON object that has at least these fields, from the bytes that are checked against the manifest."""
+    return _fields(manifest.folder / name, parse_json(manifest.folder / name, manifest.read(name)), *names)
 
 
 def _read_fields(file: Path, *names: str) -> dict[str, Any]:
     """Read a JSON object that has at least these fields."""
-    fields = read_json(file)
+    return _fields(file, read_json(file), *names)
+
+
+def _fields(file: Path, fields: Any, *names: str) -> dict[str, Any]:
+    """Return the content of a file if it is an object that has at least these fields."""
     if not isinstance(fields, dict):
         raise StorageError(f"{file} is not what a run writes; delete {file.parent} to run it again.")
     if missing := [name for name in names if name not in fields]:

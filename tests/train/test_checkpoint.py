@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from joma.files import StorageError
 from joma.train.checkpoint import CheckpointStore, DamagedCheckpoint
 
-LEFT = ("2.safetensors", "3.safetensors.sha256", ".161-a_b0c.safetensors", ".161.safetensors-a_b0c.sha256")
+LEFT = ("2.safetensors", "3.safetensors.sha256", ".joma-161-a_b0c.safetensors", ".joma-161.safetensors-a_b0c.sha256")
 OTHERS = ("notes.safetensors", ".hidden", "07.safetensors")
 
 

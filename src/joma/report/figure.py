@@ -5,6 +5,7 @@ Series differ by colour *and* by line style or marker, so that a figure can be r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,13 +19,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-from joma.files import write_text, write_whole
+from joma.files import remove, write_text, write_whole
 
 # The colours of Okabe and Ito, roughly from dark to light. Some have the same grey: line styles and markers differ too.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 FORMATS = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # no dates: equal figures must be equal bytes
 CAPTION = ".txt"
+NUMBERED = r"\d+-[^/\0]+"  # the names of figures, without suffix
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLE: Any = {
     "axes.grid": True,
@@ -153,13 +155,17 @@ def save(figure: Figure, stem: Path, *, caption: str) -> list[Path]:
     return [stem.with_suffix(suffix) for suffix in (*FORMATS, CAPTION)]
 
 
-def clear(folder: Path, *, keep: Collection[str]) -> None:
-    """Remove the numbered figures that `save` wrote to `folder` earlier, except for those named in `keep`.
+def clear(folder: Path, *, keep: Collection[str], earlier: Collection[str] = ()) -> None:
+    """Remove the numbered figures that `save` wrote to `folder` before, except for those named in `keep`.
 
-    A picture without all the files that `save` writes is left alone: `save` did not write it.
+    Those are the `earlier` ones, of which some files may be missing if they were being removed when the process died,
+    and pictures with all the files that `save` writes. Any other picture is left alone: `save` did not write it.
     """
+    stems = {folder / name for name in earlier if re.fullmatch(NUMBERED, name)}
     for picture in folder.glob("[0-9]*-*.svg"):
-        files = [picture.with_suffix(suffix) for suffix in (*FORMATS, CAPTION)]
-        if picture.stem not in keep and all(file.is_file() for file in files):
-            for file in files:
-                file.unlink()
+        stem = picture.with_suffix("")
+        if all(stem.with_suffix(suffix).is_file() for suffix in (*FORMATS, CAPTION)):
+            stems.add(stem)
+    for stem in sorted(stem for stem in stems if stem.name not in keep):
+        for suffix in (*FORMATS, CAPTION):
+            remove(stem.with_suffix(suffix))

@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jinja2
@@ -81,7 +81,7 @@ def _section(path: Path) -> dict[str, Any]:
         "wall_time": stored.wall_time,
         "claims": stored.claims,
         "counts": {verdict: sum(claim["verdict"] == verdict for claim in stored.claims) for verdict in VERDICTS},
-        "figures": [_figure(path / name) for name in _pictures(manifest, stored.description)],
+        "figures": [_figure(manifest, name) for name in _pictures(manifest, stored.description)],
         "attributes": dict(sorted(trajectory.attrs.items())),
         "variables": [(name, _dimensions(variable)) for name, variable in trajectory.items()],
     }
@@ -97,10 +97,11 @@ def _pictures(manifest: Manifest, description: Description) -> list[str]:
     return [name for name in names if name in manifest.files]
 
 
-def _figure(file: Path) -> dict[str, str]:
+def _figure(manifest: Manifest, name: str) -> dict[str, str]:
     """Return the caption of a figure, and its picture as a data URL."""
-    caption = file.with_suffix(".txt").read_text(encoding="utf-8").strip()
-    image = base64.b64encode(file.read_bytes()).decode("ascii")
+    file = PurePosixPath(name)
+    caption = manifest.read(str(file.with_suffix(".txt"))).decode("utf-8").strip()
+    image = base64.b64encode(manifest.read(name)).decode("ascii")
     return {"caption": caption, "image": f"data:image/svg+xml;base64,{image}", "name": file.stem}
 
 

@@ -146,15 +146,21 @@ def _without_nan(value: Any) -> Any:
 
 
 def save(data: xr.Dataset, faults: Sequence[Fault], folder: Path) -> None:
-    """Write `trajectory.nc`, `audit.json` and the figure into `folder`, each whole, and last their manifest."""
-    remove_leftovers(folder)
+    """Write `trajectory.nc`, `audit.json` and the figure into `folder`, each whole, and last their manifest.
+
+    Before them comes a manifest that lists no file: if the process dies, a mixture of old and new files is not taken
+    for a result, nor for a damaged one.
+    """
+    identity = {"source": data.attrs["source"]}
+    remove_leftovers(folder, deep=True)
+    write_manifest(folder, identity, (), complete=False)
     write_json(folder / AUDIT, [asdict(fault) for fault in faults])
     write_trajectory(folder / TRAJECTORY, data.assign_attrs(provenance()))
     with style():
         figure = draw(data)
     files = save_figure(figure, folder / FIGURES / "1-probe", caption=CAPTION_OF_ONE if _is_single(data) else CAPTION)
     names = [TRAJECTORY, AUDIT, *(f"{FIGURES}/{file.name}" for file in files)]
-    write_manifest(folder, {"source": data.attrs["source"]}, names)
+    write_manifest(folder, identity, names)
 
 
 def draw(data: xr.Dataset) -> Figure:

@@ -26,6 +26,7 @@ from joma.runs import (
     Run,
     StoredClaims,
     check_run,
+    earlier_figures,
     finish,
     log,
     open_run,
@@ -163,7 +164,7 @@ def judge(study: Study, path: Path | str) -> Outcome:
     """
     path = Path(path)
     with lock(path):
-        remove_leftovers(path, deep=True, alone=True)
+        remove_leftovers(path, deep=True)
         config = read_config(path)
         if (config["study"], config["version"]) != (study.name, study.version):
             stored = f"{config['study']}, version {config['version']}"
@@ -213,12 +214,12 @@ def _draw(study: Study, trajectory: xr.Dataset, path: Path) -> None:
     """Draw and write all figures of a study, and remove those that it no longer has."""
     from joma.report.figure import clear, save, style
 
-    names = study.description.figures or []
+    names, earlier = study.description.figures or [], earlier_figures(path)
     for name, drawing in zip(names, study.figures.values(), strict=True):
         with style():
             figure = drawing.draw(trajectory)
         save(figure, path / "figures" / name, caption=drawing.caption)
-    clear(path / "figures", keep=names)
+    clear(path / "figures", keep=names, earlier=earlier)
 
 
 def _warn_of_diverged_seeds(result: xr.Dataset, run: Run) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from joma.files import StorageError, checksum, remove_leftovers, write_bytes, write_text
+from joma.files import checksum, remove, remove_leftovers, write_bytes, write_text
 
 KEEP = 2
 STEP = "step"  # the entry of the stored identity that names the checkpoint's step
@@ -76,12 +76,12 @@ class CheckpointStore:
 
     def tidy(self, step: int, *, keep: int = KEEP) -> None:
         """Remove checkpoints older than that of `step`, except for the newest intact ones: `keep` remain in all."""
-        remove_leftovers(self.folder, alone=True)
+        remove_leftovers(self.folder)
         older = [old for old in self._steps() if old < step]
         intact = [old for old in older if old not in self._damaged and all(map(Path.exists, self._files(old)))]
         for old in sorted({*older} - {*intact[::-1][: keep - 1]}):
             for file in reversed(self._files(old)):  # the checksum first: a checkpoint without one does not count
-                self._remove(file.name)
+                remove(file)
 
     def load(self) -> TrainingCheckpoint | None:
         """Return the newest intact checkpoint, or None; warn of every damaged one that is skipped."""
@@ -134,9 +134,3 @@ class CheckpointStore:
         """Return the paths of a checkpoint and of its checksum."""
         file = self.folder / f"{step}.safetensors"
         return file, file.with_name(file.name + ".sha256")
-
-    def _remove(self, name: str) -> None:
-        try:
-            (self.folder / name).unlink(missing_ok=True)
-        except OSError as cause:
-            raise StorageError(f"cannot remove {self.folder / name}: {cause.strerror}; remove it by hand.") from None
