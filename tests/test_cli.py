@@ -148,7 +148,7 @@ def test_set_parses_switches_and_lists_that_may_be_none_or_empty(tmp_path, capsy
     [
         (["run", "tyo"], "`study` must be one of toy, got 'tyo'; did you mean 'toy'."),
         (["run", "--preset", "quik"], "`preset` must be one of quick, paper, got 'quik'; did you mean 'quick'."),
-        (["run", "--seeds", "0"], "`seeds` must be a whole number of at least 1, got 0; give a number"),
+        (["run", "--seeds", "0"], "`seeds` must be a whole number in [1, 1000000], got 0; give a number"),
         (["run", "--set", "slope"], "`--set` must be KEY=VALUE"),
         (["run", "--set", "slop=1"], "did you mean 'slope'"),
         (["run", "--set", "points=1"], "`points` must be at least 2, got 1; use more points."),
@@ -373,7 +373,7 @@ def test_probe_draws_what_there_is(steps, name, tmp_path, capsys):
         (["{}", "--text", "nowhere.txt"], "`text` must be a readable file, got nowhere.txt"),
         (["{}", "--text", "{}/../short.txt"], "`text` must be at least two tokens long, got 1; give a longer text."),
         (["{}", "--text", "{}/step0/model.safetensors"], "`text` must be a file of UTF-8 text"),
-        (["{}", "--out", "{}/../short.txt"], "Not a directory; choose a folder that you may write to with `--out`."),
+        (["{}", "--out", "{}/../short.txt"], "Not a directory; choose a folder that you may write to."),
         (["{}", "--out", "{}/../short.txt/below"], "Not a directory"),
     ],
 )

@@ -263,3 +263,16 @@ def aligned(**arrays: ArrayLike) -> list[np.ndarray]:
     checked = {name: np.atleast_1d(real(name, array)) for name, array in arrays.items()}
     shape = broadcast(**checked)
     return [np.broadcast_to(array, shape) for array in checked.values()]
+
+
+def plain_text(name: str, value: str) -> str:
+    r"""Return `value` if files and folders can be named by it: UTF-8 without a NUL character.
+
+    >>> plain_text("--out", "runs\0")
+    Traceback (most recent call last):
+    joma.arguments.InputError: `--out` must be UTF-8 text without NUL, got 'runs\x00'; write it in other characters.
+    """
+    if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+        got = repr(value) if len(value) <= 80 else f"{value[:80]!r} …"
+        raise InputError(name, "UTF-8 text without NUL", got, "write it in other characters")
+    return value

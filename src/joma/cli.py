@@ -7,11 +7,13 @@ Exit codes. 0: done, every tested claim holds. 1: done, a claim does not hold, o
 from __future__ import annotations
 
 import dataclasses
-import json
+import io
 import os
+import re
 import sys
 import traceback
 import warnings
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -20,6 +22,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
+from joma.terminal import OutputError, guarded_streams, json_document, printable
+
+MAX_LINE = 4000  # characters of a message; a longer one loses its middle
+OPTION = re.compile(r"-(?![\d.]|inf|nan)", re.IGNORECASE)  # begins with a dash, and is no negative number
 DONE, CLAIM_FAILED, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -42,14 +48,17 @@ class ListCommand:
         for study in studies:
             costs = ", ".join(f"{name} {preset.seconds:g} s" for name, preset in study.presets.items())
             rows = ((claim.statement, claim.expected.text, ", ".join(claim.presets)) for claim in study.claims)
-            title = f"{study.name}: {study.title}\n[not bold]{study.source}; on 2 cores: {costs}[/]"
-            show(grid(title, ("claim", "expected", "decided at"), rows))
+            columns, note = ("claim", "expected", "decided at"), f"{study.source}; on 2 cores: {costs}"
+            show(grid(f"{study.name}: {study.title}", columns, rows, note))
         return DONE
 
 
 @dataclass(frozen=True)
 class RunCommand:
-    """Run studies and judge their claims. No STUDY means all of them."""
+    """Run studies and judge their claims. No STUDY means all of them.
+
+    Exit code 2 means bad input, or that the stored run of a study is damaged or locked; the other studies are run.
+    """
 
     studies: Positional[Annotated[tuple[str, ...], arg(metavar="STUDY")]] = ()
     """Names as in `joma list`."""
@@ -67,6 +76,8 @@ class RunCommand:
     """Print one JSON document instead of tables."""
 
     def __call__(self) -> int:
+        from joma.files import StorageError, check_writable
+        from joma.memory import OutOfMemory
         from joma.progress import Bars
         from joma.studies import STUDIES, load
         from joma.study import execute
@@ -74,14 +85,20 @@ class RunCommand:
         studies = [load(name) for name in self.studies or STUDIES]
         runs = [(study, config_with(study, self.preset, self.set)) for study in studies]
         device, bars, outcomes = available_device(self.device), Bars(), []
+        if not os.path.isdir(self.out):  # finished runs in a folder that may only be read are shown
+            check_writable(self.out)
         with bars.task("studies", total=len(runs)) as task:
             for study, config in runs:
                 options = {"preset": self.preset, "out": self.out, "seeds": self.seeds, "device": device}
-                outcomes.append(execute(study, config=config, progress=bars, **options))
-                if not self.json:
-                    show_claims(study.title, outcomes[-1])
+                try:
+                    outcomes.append(execute(study, config=config, progress=bars, **options))
+                except (StorageError, OutOfMemory) as problem:  # the others are run nevertheless
+                    complain(problem)
+                else:
+                    if not self.json:
+                        show_claims(study.title, outcomes[-1])
                 task.advance()
-        return exit_code(outcomes, as_json=self.json)
+        return exit_code(outcomes, len(runs), as_json=self.json)
 
 
 @dataclass(frozen=True)
@@ -117,8 +134,7 @@ class JudgeCommand:
                 continue
             if not self.json:
                 show_claims(study.title, outcomes[-1], "judged again")
-        code = exit_code(outcomes, as_json=self.json)
-        return code if len(outcomes) == len(paths) else BAD_INPUT
+        return exit_code(outcomes, len(paths), as_json=self.json)
 
 
 @dataclass(frozen=True)
@@ -181,14 +197,14 @@ class ProbeCommand:
         model_folder, result_folder = self._folders(text)
         check_writable(result_folder)
         result = probe(series, text=text, store=Store(model_folder / "measures"), progress=Bars())
-        for table in () if self.json else tables(result.data, result.audit.faults):  # faults before any figure
-            show(table)
         save(result.data, result.audit.faults, result_folder)
         if self.json:
             faults = [dataclasses.asdict(fault) for fault in result.audit.faults]
             emit({**summary(result.data), "faults": faults, "out": result_folder})
         else:
-            sys.stdout.write(f"{result_folder}\n")
+            for table in tables(result.data, result.audit.faults):  # faults before any figure
+                show(table)
+            write_line(result_folder)
         return CLAIM_FAILED if result.audit.incomplete else DONE
 
     def _folders(self, text: Any) -> tuple[Path, Path]:
@@ -199,8 +215,9 @@ class ProbeCommand:
         """
         from joma.files import short_hash
 
-        path = Path(self.model).resolve()
-        name = f"{path.name}-{short_hash(str(path), 6)}" if path.is_dir() else self.model.replace("/", "--")
+        path = Path(os.path.realpath(self.model))
+        is_folder = os.path.isdir(path)
+        name = f"{path.name}-{short_hash(str(path), 6)}" if is_folder else self.model.replace("/", "--")
         choices = (self.revisions, self.pattern, text)
         folder = self.out / name
         return folder, folder if choices == ((), None, None) else folder / f"of-{short_hash(repr(choices), 6)}"
@@ -228,7 +245,7 @@ class ReportCommand:
         if self.json:
             emit({"report": report.path, "runs": report.runs, "left_out": report.left_out})
         else:
-            sys.stdout.write(f"{report.path}\n")
+            write_line(report.path)
         return BAD_INPUT if report.left_out else DONE
 
 
@@ -243,19 +260,19 @@ Command = (
 
 
 def show_claims(title: str, outcome: Any, note: str | None = None) -> None:
-    """Print the claims of one run as a table, with a note in the title such as how long it took."""
-    from rich.markup import escape
-
+    """Print the claims of one run as a table, with a note below the title such as how long it took."""
     from joma.report.table import claims, show
 
     note = note or ("was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s")
-    show(claims(f"{outcome.study}: {title}\n[not bold]{escape(str(outcome.path))}, {note}[/]", outcome.claims))
+    show(claims(f"{outcome.study}: {title}", outcome.claims, f"{outcome.path}, {note}"))
 
 
-def exit_code(outcomes: list[Any], *, as_json: bool) -> int:
-    """Return the exit code of these runs, after printing them as JSON if that is wanted."""
+def exit_code(outcomes: list[Any], expected: int, *, as_json: bool) -> int:
+    """Return the exit code of these of the `expected` runs, after printing them as JSON if that is wanted."""
     if as_json:
         emit([dataclasses.asdict(outcome) | {"failed": outcome.failed} for outcome in outcomes])
+    if len(outcomes) < expected:
+        return BAD_INPUT
     return CLAIM_FAILED if any(outcome.failed for outcome in outcomes) else DONE
 
 
@@ -284,17 +301,23 @@ def config_with(study: Any, preset: str, changes: tuple[str, ...]) -> Any:
         if not equals:
             raise InputError("--set", "KEY=VALUE", repr(change), "write for example --set steps=500")
         field = choice(f"--set key of {study.name}", key.replace("-", "_"), fields)
-        args += [f"--{field.name}", *_tyro_arguments(hints[field.name], value)]
+        args += [f"--{field.name}", *_tyro_arguments(field.name, hints[field.name], value)]
     if not args:
         return config
     prog, markers = f"joma run {study.name}", (tyro.conf.FlagConversionOff,)
-    return tyro.cli(type(config), default=config, args=args, prog=prog, config=markers)
+    return parse(type(config), args, default=config, prog=prog, config=markers)
 
 
-def _tyro_arguments(hint: Any, value: str) -> list[str]:
+def _tyro_arguments(name: str, hint: Any, value: str) -> list[str]:
     """Return the arguments from which tyro reads a value of this type: a list is split at its commas."""
+    from joma.arguments import InputError
+
     types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if any(get_origin(kind) is tuple for kind in types):
+    is_list = any(get_origin(kind) is tuple for kind in types)
+    for part in value.split(",") if is_list else [value]:
+        if OPTION.match(part):  # tyro would take it for one
+            raise InputError(name, "a value", repr(part), "leave the dash out")
+    if is_list:
         return value.split(",") if value else []
     return [value.capitalize()] if bool in types and value.lower() in {"true", "false"} else [value]
 
@@ -313,46 +336,85 @@ def available_device(name: str) -> str:
 
 def emit(value: Any) -> None:
     """Print one JSON document on standard output."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    sys.stdout.write(f"{json_document(value)}\n")
 
 
-def complain(line: str) -> None:
+def write_line(text: object) -> None:
+    """Print one line on standard output."""
+    sys.stdout.write(f"{printable(text)}\n")
+
+
+def complain(problem: object) -> None:
     """Print one line on standard error."""
+    line = printable(problem)
+    if len(line) > MAX_LINE:
+        line = f"{line[: MAX_LINE // 2]} … {line[-MAX_LINE // 2 :]}"
     sys.stderr.write(f"joma: {line}\n")
+
+
+def parse(kind: Any, args: list[str], **options: Any) -> Any:
+    """Parse arguments with tyro; a usage error shows them without control characters."""
+    readable = [printable(argument) for argument in args]
+    if readable == args:
+        return tyro.cli(kind, args=args, **options)
+    try:
+        with redirect_stderr(io.StringIO()):
+            return tyro.cli(kind, args=args, **options)
+    except SystemExit as stop:
+        if stop.code:
+            tyro.cli(kind, args=readable, **options)  # fails in the same way, with arguments that can be shown
+        raise
 
 
 def main(args: list[str] | None = None) -> int:
     """Parse the arguments, run the command, and return the exit code."""
-    try:
-        command = tyro.cli(
-            Command,
-            args=args,
-            prog="joma",
-            description="A laboratory for how Transformers learn.",
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
-            code = command()
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        complain("interrupted; finished runs are kept, and the same command resumes the others.")
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
-    except Exception as problem:
-        return _report_failure(problem)
-    return code
+    with guarded_streams():
+        try:
+            try:
+                return _run_command(sys.argv[1:] if args is None else args)
+            finally:
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            complain("interrupted; finished runs are kept, and the same command resumes the others.")
+            return INTERRUPTED
+        except Exception as problem:
+            return _report_failure(problem)
+
+
+def _run_command(args: list[str]) -> int:
+    """Parse the arguments and run the command; warnings are lines on standard error."""
+    description, config = "A laboratory for how Transformers learn.", (tyro.conf.FlagCreatePairsOff,)
+    command = parse(Command, args, prog="joma", description=description, config=config)
+    _check_text(command)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
+        return command()
+
+
+def _check_text(command: Any) -> None:
+    """Refuse text that no file or folder can be named by, in any argument of a command."""
+    from joma.arguments import plain_text
+
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        for text in value if isinstance(value, tuple) else (value,):
+            plain_text(field.name, str(text))
 
 
 def _report_failure(problem: Exception) -> int:
     """Print what went wrong and return the exit code: one line for bad input, a traceback for a defect."""
-    from joma.arguments import InputError  # after parsing: `--help` needs none of it
+    from joma import memory  # after parsing: `--help` needs none of it
+    from joma.arguments import InputError
     from joma.files import StorageError
 
-    if isinstance(problem, (InputError, StorageError)):
-        complain(str(problem))
+    if isinstance(problem, (InputError, StorageError, OutputError)):
+        complain(problem)
+        return BAD_INPUT
+    if isinstance(problem, OSError) and problem.errno and problem.filename is not None:
+        complain(f"cannot use {problem.filename}: {os.strerror(problem.errno)}; check the path and its permissions.")
+        return BAD_INPUT
+    if memory.is_exhausted(problem):
+        complain(f"the memory of this machine does not suffice for {memory.asked_size(problem)}; use smaller sizes.")
         return BAD_INPUT
     traceback.print_exception(problem)
     complain(f"internal error ({type(problem).__name__}): please report it with the lines above.")

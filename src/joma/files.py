@@ -133,11 +133,11 @@ def _flush(path: Path) -> None:
 def storage_error(path: Path, cause: OSError) -> StorageError:
     """Return an error that says in one line what the file system refused and what to do."""
     if cause.errno in FULL:
-        remedy = "free some space or choose another folder with `--out`"
+        remedy = "free some space or choose a folder on another disk"
     elif cause.errno == errno.ENOENT:
         remedy = "check the path"
     else:
-        remedy = "choose a folder that you may write to with `--out`"
+        remedy = "choose a folder that you may write to"
     number = errno.ENOTDIR if cause.errno == errno.EEXIST else cause.errno  # what mkdir reports if a file has that name
     return StorageError(f"cannot write {path}: {os.strerror(number) if number else cause}; {remedy}.")
 

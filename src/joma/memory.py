@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from joma.arguments import InputError
 
 MARGIN = 0.9  # of the free memory: the rest is for what is not counted
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+FITS = "small enough for this machine's memory"
+# What torch and NumPy say of sizes that memory, or an array's index, cannot hold.
+EXHAUSTED = re.compile(
+    r"(out of|not enough|can't allocate|cannot allocate) memory|unable to allocate|bad_alloc|array is too big"
+    r"|storage size calculation overflowed|maximum allowed (dimension|size) exceeded|overflow when unpacking"
+    r"|too large to convert|index-sized integer",
+    re.IGNORECASE,
+)
+ASKED = re.compile(r"allocate ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
+POWERS = "BKMGTPE"
+
+
+class OutOfMemory(InputError):
+    """Something of the asked size does not fit into memory."""
 
 
 def available() -> int:
@@ -23,16 +40,54 @@ def available() -> int:
 
 
 def check(name: str, needed: int, remedy: str) -> None:
-    """Raise `InputError` if `needed` bytes, for what the argument `name` asks for, exceed the available memory.
+    """Raise `OutOfMemory` if `needed` bytes, for what the argument `name` asks for, exceed the available memory.
 
     >>> check("width", 10**18, "choose a smaller width")
     Traceback (most recent call last):
-    joma.arguments.InputError: `width` must be small enough for this machine's memory, got a size of 1 EB where ...
+    joma.memory.OutOfMemory: `width` must be small enough for this machine's memory, got a size of 1 EB where ...
     """
     free = available()
     if needed > MARGIN * free:
         got = f"a size of {readable(needed)} where {readable(free)} are free"
-        raise InputError(name, "small enough for this machine's memory", got, remedy)
+        raise OutOfMemory(name, FITS, got, remedy)
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Return whether an error of Python, NumPy or torch says that memory does not suffice.
+
+    >>> is_exhausted(MemoryError()), is_exhausted(RuntimeError("CUDA out of memory.")), is_exhausted(ValueError("NaN"))
+    (True, True, False)
+    """
+    kinds = (RuntimeError, ValueError, OverflowError, TypeError)
+    return isinstance(error, MemoryError) or (isinstance(error, kinds) and bool(EXHAUSTED.search(str(error))))
+
+
+def asked_size(error: BaseException) -> str:
+    """Return how much memory an error says was asked for, as text.
+
+    >>> asked_size(RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4000000000 bytes."))
+    'a size of 4 GB'
+    >>> asked_size(MemoryError())
+    'a size that does not fit'
+    """
+    match = ASKED.search(str(error))
+    if match is None:
+        return "a size that does not fit"
+    unit = 1 if match[2].lower() == "bytes" else 1024 ** POWERS.index(match[2][0].upper())
+    return f"a size of {readable(int(float(match[1]) * unit))}"
+
+
+@contextmanager
+def refusing(name: str, remedy: str) -> Iterator[None]:
+    """Raise `OutOfMemory`, which names the argument `name`, if memory does not suffice for what the block does."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as cause:
+        if not is_exhausted(cause):
+            raise
+        raise OutOfMemory(name, FITS, asked_size(cause), remedy) from None
 
 
 def readable(size: int) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from joma.terminal import printable
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -64,13 +66,13 @@ class Bars(Progress):
         self.patience = patience
         console = Console(stderr=True)
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[rate]} {task.fields[note]}"),
+            TextColumn("{task.fields[rate]} {task.fields[note]}", markup=False),
         )
         self.display = RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.open_tasks = 0
@@ -100,7 +102,7 @@ class Bars(Progress):
 
 class _Bar(Task):
     def __init__(self, bars: Bars, label: str, total: int) -> None:
-        self.bars, self.label, self.total = bars, label, total
+        self.bars, self.label, self.total = bars, printable(label), total
         self.start_time, self.done, self.skipped = time.monotonic(), 0, 0
         self.line: TaskID | None = None
         self.note = ""
@@ -120,9 +122,9 @@ class _Bar(Task):
         self.skipped += amount
 
     def say(self, note: str) -> None:
-        self.note = note
+        self.note = printable(note)
         if self.line is not None:
-            self.bars.display.update(self.line, note=note)
+            self.bars.display.update(self.line, note=self.note)
 
     def close(self) -> None:
         if self.line is not None:

@@ -105,25 +105,35 @@ class Run:
     def locked(self) -> Iterator[None]:
         """Lock the run's folder for this process, after checking that the folders are of the right kind.
 
-        If bad input shows inside the block, the folders that were made for the run are removed again.
+        If bad input shows inside the block, the folders that were made for the run are removed again, unless a part of
+        a training is stored in them.
         """
-        if (self.out / CONFIG).exists():
-            raise StorageError(f"{self.out} is itself a run; choose a folder that holds runs with `--out`.")
-        if any(self.out.glob(f"*/{CONFIG}")):
-            raise StorageError(f"{self.out} holds the runs of one study; choose the folder above it with `--out`.")
-        new_folders = [folder for folder in (self.path, self.path.parent, self.out) if not folder.exists()]
+        new_folders = self._missing_folders()
         try:
             with lock(self.path):
                 remove_leftovers(self.path, deep=True)
                 self._check_identity()
                 yield
         except InputError:
-            if self.path in new_folders:
+            if self.path in new_folders and not any(self.path.glob("checkpoints/*/*")):
                 shutil.rmtree(self.path, ignore_errors=True)  # the bad input is what to report
             for folder in new_folders[1:]:
                 with suppress(OSError):  # another run may be in it by now
                     folder.rmdir()
             raise
+
+    def _missing_folders(self) -> list[Path]:
+        """Return the folders that have to be made for the run, the innermost first; refuse one that is itself a run."""
+        try:
+            if (self.out / CONFIG).exists():
+                raise StorageError(f"{self.out} is itself a run; choose a folder that holds runs with `--out`.")
+            if any(self.out.glob(f"*/{CONFIG}")):
+                raise StorageError(f"{self.out} holds the runs of one study; choose the folder above it with `--out`.")
+            return [folder for folder in (self.path, self.path.parent, self.out) if not folder.exists()]
+        except StorageError:
+            raise
+        except OSError as cause:  # a folder that may not be searched, or a name that is too long
+            raise storage_error(self.out, cause) from None
 
     def _check_identity(self) -> None:
         """Refuse a folder that another run wrote, such as one that was copied or edited by hand."""

@@ -39,7 +39,7 @@ def test_a_spread_shows_seeds_that_were_not_measured_as_dashes():
 
 def test_a_grid_shows_brackets_as_they_are_and_colours_verdicts_only():
     table = grid("Title [x]", ("first", "second"), [("[red]text[/]", "a [1] b"), ("plain", MARKS["holds"])])
-    assert [column.header for column in table.columns] == ["first", "second"]
+    assert [str(column.header) for column in table.columns] == ["first", "second"]
     assert table.row_count == 2
     text = text_of(table)
     assert "[red]text[/]" in text

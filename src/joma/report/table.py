@@ -6,13 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from joma.terminal import printable
+
+# The verdicts in their colours.
 MARKS = {
-    "holds": "[green]holds[/]",
-    "does not hold": "[bold red]does not hold[/]",
-    "not tested at this preset": "[dim]not tested at this preset[/]",
+    "holds": Text("holds", "green"),
+    "does not hold": Text("does not hold", "bold red"),
+    "not tested at this preset": Text("not tested at this preset", "dim"),
 }
 
 
@@ -37,23 +40,27 @@ def spread(measured: Mapping[str, Any]) -> str:
     return f"{number(measured['mean'])} ± {number(measured['sd'])} ({low} to {high})"
 
 
-def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """Return a table with wrapped cells; text in them is shown as it is, only the verdicts of `MARKS` are coloured."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_lines=False, expand=False)
+def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]], note: str = "") -> Table:
+    """Return a table with wrapped cells, and a note in plain letters below its bold title.
+
+    Text is shown as it is: brackets are no markup, and control characters are escaped.
+    """
+    heading = Text(printable(title)).append(f"\n{printable(note)}" if note else "", "not bold")
+    table = Table(title=heading, title_justify="left", title_style="bold", show_lines=False, expand=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(Text(printable(column)), overflow="fold")
     for row in rows:
-        table.add_row(*(cell if cell in MARKS.values() else escape(cell) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     return table
 
 
-def claims(title: str, records: Iterable[Mapping[str, Any]]) -> Table:
+def claims(title: str, records: Iterable[Mapping[str, Any]], note: str = "") -> Table:
     """Return the table of stored claims: sentence, expected and measured value, and verdict."""
     rows = (
         (record["statement"], record["expected"], spread(record["measured"]), MARKS[record["verdict"]])
         for record in records
     )
-    return grid(title, ("claim", "expected", "measured", "verdict"), rows)
+    return grid(title, ("claim", "expected", "measured", "verdict"), rows, note)
 
 
 class _Console(Console):

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
-from joma.arguments import InputError, choice, short_reason, whole
+from joma import memory
+from joma.arguments import InputError, choice, plain_text, short_reason, whole
 from joma.files import StorageError, lock, remove_leftovers
 from joma.progress import SILENT, Progress
 from joma.runs import (
@@ -39,6 +40,10 @@ from joma.study.context import Context
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+MAX_SEEDS = 10**6
+MAX_WHOLE = 2**63 - 1  # what 64 bits hold
 
 
 @dataclass(frozen=True)
@@ -131,10 +136,10 @@ def execute(
     """
     chosen = choice("preset", preset, study.presets)
     config = chosen.config if config is None else config
-    count = chosen.seeds if seeds is None else whole("seeds", seeds)
+    count = chosen.seeds if seeds is None else whole("seeds", seeds, high=MAX_SEEDS)
     fields = dataclasses.asdict(config)
     for name, value in fields.items():
-        _check_finite(name, value)
+        _check_value(name, value)
     run = Run(Path(out), study.name, study.version, {**fields, **study.inputs(config)}, tuple(range(count)))
     with run.locked():
         stage, checkpoints = run.stage, run.path / "checkpoints"
@@ -151,7 +156,8 @@ def _train(study: Study, config: Any, run: Run, preset: str, context: Context) -
     """Run a study and store its trajectory."""
     run.begin(preset)
     start = time.perf_counter()
-    with _threads(study.threads):
+    remedy = "choose smaller sizes or fewer seeds"
+    with _threads(study.threads), memory.refusing(f"config of {study.name}", remedy):
         result = study.run(config, context)
     _warn_of_diverged_seeds(result, run)
     run.save(result, device=context.device, wall_time=time.perf_counter() - start)
@@ -234,13 +240,17 @@ def _warn_of_diverged_seeds(result: xr.Dataset, run: Run) -> None:
         warnings.warn(f"{run.study}: {line}.", stacklevel=3)
 
 
-def _check_finite(name: str, value: Any) -> None:
-    """Refuse NaN and infinities anywhere in a config: JSON cannot hold them, and no study accepts them."""
+def _check_value(name: str, value: Any) -> None:
+    """Refuse what no study accepts anywhere in a config: NaN, infinities, numbers beyond 64 bits, text with a NUL."""
     if isinstance(value, (tuple, list)):
         for member in value:
-            _check_finite(name, member)
+            _check_value(name, member)
+    elif isinstance(value, str):
+        plain_text(name, value)
     elif isinstance(value, float) and not math.isfinite(value):
         raise InputError(name, "finite", value, "give a finite number")
+    elif isinstance(value, int) and abs(value) > MAX_WHOLE:
+        raise InputError(name, "a number that 64 bits hold", f"{float(value):.3g}", "give a smaller number")
 
 
 @contextmanager
