@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import toy_study  # noqa: F401  (registered below by name)
 from joma import __main__, cli, studies
 from joma.files import lock
+from joma.manifest import write_manifest
 from joma.runs import open_run
 from joma.studies import catalogue
 from joma.watch import loading
@@ -71,16 +72,17 @@ def test_judge_judges_and_draws_what_is_stored(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda path: (path / "config.json").write_text("{"), "config.json is not valid JSON"),
-        (lambda path: (path / "config.json").write_text("{}"), "lacks study, version, config, seeds, preset"),
-        (lambda path: (path / "config.json").unlink(), "cannot read"),
-        (lambda path: (path / "claims.json").write_text('{"claims": []}'), "lacks wall_time_s, trajectory_sha256"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json is cut short or altered"),
+        (lambda path: (path / "config.json").unlink(), "config.json is missing"),
+        (lambda path: edit(path / "config.json", '"quick"', '"quack"'), "config.json is altered"),
         (lambda path: (path / "trajectory.nc").unlink(), "trajectory.nc is missing"),
+        (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json is cut short or altered"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (
-            lambda path: edit(path / "config.json", '"study": "toy"', '"study": "gone"'),
+            lambda path: rewrite(path, '"study": "toy"', '"study": "gone"'),
             "must be one of toy, got 'gone'",
         ),
-        (lambda path: edit(path / "config.json", '"version": 1', '"version": 0'), "version 0, where toy, version 1 is"),
+        (lambda path: rewrite(path, '"version": 1', '"version": 0'), "version 0, where toy, version 1 is"),
     ],
 )
 def test_judge_leaves_what_it_cannot_judge_and_goes_on(tmp_path, capsys, spoil, words):
@@ -107,6 +109,13 @@ def test_judge_goes_on_beside_a_run_that_is_held(tmp_path, capsys):
         code, out, err = joma("judge", tmp_path, "--json", capsys=capsys)
     assert (code, len(json.loads(out))) == (2, 1)
     assert "locked by another process" in err
+
+
+def rewrite(path, before, after):
+    """Change a run's config and write a manifest to match, as a run of another study or version would have it."""
+    edit(path / "config.json", before, after)
+    names = ("config.json", "trajectory.nc", "claims.json")
+    write_manifest(path, json.loads((path / "config.json").read_text()), names)
 
 
 def edit(file, before, after):

@@ -115,8 +115,8 @@ class JudgeCommand:
 
     def __call__(self) -> int:
         from joma.arguments import InputError
-        from joma.files import StorageError
-        from joma.runs import find_runs, read_config
+        from joma.files import StorageError, lock
+        from joma.runs import adopt, find_runs, read_config
         from joma.studies import load
         from joma.study import judge
 
@@ -127,6 +127,8 @@ class JudgeCommand:
         outcomes = []
         for path in paths:
             try:
+                with lock(path):
+                    adopt(path)
                 study = load(read_config(path)["study"])
                 outcomes.append(judge(study, path))
             except (StorageError, InputError) as problem:  # the others are judged nevertheless

@@ -148,9 +148,10 @@ class Run:
     @property
     def stage(self) -> Literal["begun", "trained", "finished"]:
         """How far the run has come: nothing is stored for good, the trajectory is, or everything is."""
+        adopt(self.path)
         manifest = read_manifest(self.path, remedy=_restore(self.path))
         if manifest is None:
-            return "trained" if _adopt(self.path) else "begun"
+            return "begun"
         return "finished" if manifest.complete else "trained"
 
     def begin(self, preset: str) -> None:
@@ -179,13 +180,17 @@ def log(path: Path, line: str) -> None:
 
 
 def check_run(path: Path) -> Manifest:
-    """Check all files of a finished run against its manifest, and that they belong together; return the manifest."""
+    """Check all files of a finished run against its manifest, and that they belong together; return the manifest.
+
+    Figures may be missing, because they can be drawn again; those that exist are checked.
+    """
     manifest = _manifest(path)
     if not manifest.complete:
         remedy = f"`joma judge {path}` completes it"
         raise StorageError(f"{path} is trained but not judged, as it was interrupted or is being judged; {remedy}.")
-    manifest.check(name for name in manifest.files if name != TRAJECTORY)
-    open_run(path)
+    missing = [name for name in manifest.files if name.startswith(f"{FIGURES}/") and not (path / name).exists()]
+    manifest.check({*manifest.files} - {TRAJECTORY, *missing})  # `open_run` checks the trajectory
+    open_run(path / TRAJECTORY)
     return manifest
 
 
@@ -206,7 +211,7 @@ def finish(path: Path, stored: StoredClaims) -> None:
     }
     write_json(path / CLAIMS, content)
     stems = stored.description.figures or ()
-    figures = (f"{FIGURES}/{file.name}" for file in (path / FIGURES).glob("*") if file.stem in stems)
+    figures = (f"{FIGURES}/{file.name}" for file in (path / FIGURES).glob("*") if file.stem in stems and file.is_file())
     _write_stage(path, complete=True, results=(CLAIMS, *figures))
 
 
@@ -228,23 +233,23 @@ def _manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _adopt(path: Path) -> bool:
-    """Write the manifest of a run that version 0.1.0 finished; return whether this is one.
+def adopt(path: Path) -> None:
+    """Write the manifest of a run that version 0.1.0 finished, which has none; other runs are left as they are.
 
-    Such a run has no manifest. Its `claims.json` has the checksum of its trajectory.
+    Its `claims.json` has the checksum of its trajectory, and the trajectory says what `config.json` must say. Claims
+    and figures are not trusted: the run counts as trained, not as judged.
     """
-    if not (path / CLAIMS).exists():
-        return False
+    if (path / MANIFEST).exists() or not (path / CLAIMS).exists():
+        return
     fields = read_json(path / CLAIMS)
     stored = fields.get("trajectory_sha256") if isinstance(fields, dict) else None
     file = path / TRAJECTORY
     if stored is None:
-        return False
+        return
     if not file.exists() or checksum(file) != stored:
         raise DamagedFile(file, "is missing or altered since its claims were measured", _restore(path))
     _check_agreement(path, _load(file), _read_fields(path / CONFIG))
     _write_stage(path, complete=False)
-    return True
 
 
 def read_claims(path: Path) -> StoredClaims:
@@ -309,7 +314,7 @@ def open_run(path: str | Path, *, check: bool = True) -> xr.Dataset:
     """
     path = Path(path)
     file = path / TRAJECTORY if path.is_dir() else path
-    if not file.exists():
+    if not file.exists() and not (file.parent / MANIFEST).exists():
         runs = sorted(str(file.parent) for file in path.glob(f"**/{TRAJECTORY}")) if path.is_dir() else []
         hint = f"runs below it: {', '.join(runs)}" if runs else "give the folder of a run, `OUT/<study>/<hash>`"
         raise StorageError(f"no trajectory at {file}; {hint}.")

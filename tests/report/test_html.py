@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import base64
-import json
+import html
 import os
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import xarray as xr
 
-from joma.files import StorageError, write_json, write_text
+from joma.files import StorageError, write_text
 from joma.report.html import write_report
-from joma.runs import TRAJECTORY, Description, StoredClaims, write_claims, write_trajectory
+from joma.runs import TRAJECTORY, Description, Run, StoredClaims, finish, reopen
 
 STUDIES = {
     "winner": {"title": "A winner", "source": "Theorem 2", "about": "Which token wins & <why>."},
@@ -67,28 +68,29 @@ def claim(verdict, statement="It holds.", values=(1.0, 3.0), across="every"):
 def store(out, study="winner", name="abc", *, claims=None, figures=(), age=0):
     """Write a finished run, `age` seconds old."""
     path = out / study / name
-    config = {"study": study, "version": 1, "config": {"slope": 2.5}, "seeds": [0, 1], "preset": "quick"}
-    write_json(path / "config.json", config)
-    trajectory = xr.Dataset({"entropy": (("seed", "step"), np.zeros((2, 5))), "level": 1.0}, attrs={"device": "cpu"})
-    write_trajectory(path / TRAJECTORY, trajectory)
+    run = Run(out, study, 1, {"slope": 2.5}, [0, 1])
+    run.begin("quick")
+    trajectory = xr.Dataset({"entropy": (("seed", "step"), np.zeros((2, 5))), "level": 1.0})
+    run.save(trajectory, device="cpu", wall_time=12.34)
+    run.path.rename(path)
     for stem, caption in figures:
         write_text(path / "figures" / f"{stem}.svg", SVG.format(stem))
         write_text(path / "figures" / f"{stem}.txt", f"{caption}\n")
     description = Description(**STUDIES.get(study, {}), figures=[name for name, _ in figures])
-    write_claims(path, StoredClaims(claims or [claim("holds")], description, 12.34))
+    finish(path, StoredClaims(claims or [claim("holds")], description, 12.34))
     time = (path / TRAJECTORY).stat().st_mtime - age
     os.utime(path / TRAJECTORY, (time, time))
     return path
 
 
 def report(out):
-    path, count = write_report(out, list(STUDIES))
-    assert path == (out / "report.html").resolve()
-    return Page(path), count
+    written = write_report(out, list(STUDIES))
+    assert written.path == (out / "report.html").resolve()
+    return Page(written.path), written.runs
 
 
 def test_a_folder_without_finished_runs_is_refused(tmp_path):
-    (store(tmp_path) / "claims.json").unlink()
+    (tmp_path / "winner" / "abc").mkdir(parents=True)
     with pytest.raises(StorageError, match=r"no finished run below .*; run `joma run --out"):
         report(tmp_path)
     assert not (tmp_path / "report.html").exists()
@@ -158,12 +160,6 @@ def test_figures_are_in_the_stored_order_and_a_tenth_comes_last(tmp_path):
     store(tmp_path, figures=[(name, name) for name in names])
     page, _ = report(tmp_path)
     assert [image["alt"] for image in page.images] == names
-    path = next(tmp_path.glob("*/*/claims.json"))
-    content = json.loads(path.read_text())
-    del content["description"]  # as version 0.1.0 stored it
-    write_json(path, content)
-    page, _ = report(tmp_path)
-    assert [image["alt"] for image in page.images] == names
 
 
 def test_figures_are_inside_the_page_with_their_captions(tmp_path):
@@ -202,8 +198,44 @@ def test_config_contents_and_provenance_are_listed(tmp_path):
     assert f"Stored in {path};" in page.source
 
 
-def test_a_run_whose_trajectory_was_altered_is_refused(tmp_path):
-    path = store(tmp_path)
+def test_a_damaged_run_is_left_out_and_named_on_the_page(tmp_path):
+    figures = [("1-line", "A line.")]
+    path = store(tmp_path, figures=figures)
+    sound = store(tmp_path, "ladder", "sound")
+    for name in (TRAJECTORY, "config.json", "claims.json", "figures/1-line.svg", "figures/1-line.txt"):
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(b"other")
+        written = write_report(tmp_path)
+        assert written.runs == 1
+        assert len(written.left_out) == 1
+        assert f"{path / name} is " in written.left_out[0]
+        page = Page(written.path)
+        assert page.headings == ["Runs that are left out", "A ladder"]
+        assert html.escape(str(path / name)) in page.source
+        assert "A line." not in page.source
+        (path / name).write_bytes(content)
+    assert write_report(tmp_path).left_out == ()
+    shutil.rmtree(sound)
     (path / TRAJECTORY).write_bytes(b"other")
     with pytest.raises(StorageError, match="altered"):
-        report(tmp_path)
+        write_report(tmp_path)
+
+
+def test_a_figure_that_the_manifest_does_not_list_is_not_shown(tmp_path):
+    path = store(tmp_path, figures=[("1-line", "A line.")])
+    write_text(tmp_path / "winner" / "secret.svg", SVG.format("secret"))
+    write_text(tmp_path / "winner" / "secret.txt", "Secret.")
+    reopen(path)
+    finish(path, StoredClaims([claim("holds")], Description(figures=["../../secret", "1-line"]), 1.0))
+    page, _ = report(tmp_path)
+    assert [image["alt"] for image in page.images] == ["A line."]
+    assert "Not drawn: ../../secret." in page.source
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".txt"])
+def test_a_missing_figure_is_named_with_the_command_that_draws_it(tmp_path, suffix):
+    path = store(tmp_path, figures=[("1-line", "A line."), ("2-points", "Points.")])
+    (path / "figures" / f"1-line{suffix}").unlink()
+    page, _ = report(tmp_path)
+    assert [image["alt"] for image in page.images] == ["Points."]
+    assert f"Not drawn: 1-line. <code>joma judge {path}</code> draws them." in page.source

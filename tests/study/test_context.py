@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from joma.files import StorageError
 from joma.study import Arms, Context
 from joma.train import Optimiser, Record
 
@@ -103,3 +104,27 @@ def test_training_is_saved_without_being_asked_and_resumes(tmp_path):
     resumed = train(context, loss=counted, label="A line, 2 layers")
     assert seen == [6, 7, 8, 9, 10]
     assert resumed.identical(train(Context((0, 1))))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"run": "b"}, {"study": "toy, version 2"}, {}, {"run": "a", "study": "toy, version 1", "device": "x"}],
+    ids=["run", "version", "none", "more"],
+)
+def test_checkpoints_of_another_run_are_refused(tmp_path, other):
+    identity = {"run": "a", "study": "toy, version 1"}
+    train(Context((0, 1), checkpoints=tmp_path, run=identity))
+    train(Context((0, 1), checkpoints=tmp_path, run=identity))
+    with pytest.raises(StorageError, match=r"a-line holds checkpoints of another run, which differs in"):
+        train(Context((0, 1), checkpoints=tmp_path, run=other))
+
+
+def test_checkpoints_of_another_training_of_the_same_run_are_refused(tmp_path):
+    context = Context((0, 1), checkpoints=tmp_path, run={"run": "a"})
+    train(context, label="relu")
+    (tmp_path / "relu").rename(tmp_path / "linear")
+    with pytest.raises(StorageError, match=r"linear holds checkpoints of another run, which differs in training"):
+        train(context, label="linear")
+    train(context, label="a b")
+    with pytest.raises(StorageError, match="which differs in training"):  # the same folder, by its name
+        train(context, label="A-B")

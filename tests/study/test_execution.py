@@ -8,8 +8,9 @@ import pytest
 import toy_study
 from joma import open_run
 from joma.arguments import InputError
-from joma.files import FolderLocked, StorageError, lock
-from joma.runs import Description, StoredClaims, find_runs, read_claims, write_claims, write_trajectory
+from joma.files import DamagedFile, FolderLocked, StorageError, checksum, lock
+from joma.manifest import read_manifest, write_manifest
+from joma.runs import Description, find_runs, read_claims, reopen, write_trajectory
 from joma.study import at_least, execute, judge
 from toy_study import STUDY, Config
 
@@ -24,7 +25,7 @@ def test_a_run_is_stored_judged_and_drawn(tmp_path):
     assert outcome.failed == 0
     names = {str(path.relative_to(outcome.path)) for path in outcome.path.rglob("*") if path.is_file()}
     figures = {f"figures/1-line{suffix}" for suffix in (".svg", ".pdf", ".txt")}
-    assert names == {"config.json", "trajectory.nc", "claims.json", "log.txt"} | figures
+    assert names == {"config.json", "trajectory.nc", "claims.json", "manifest.json", "log.txt"} | figures
     np.testing.assert_allclose(open_run(outcome.path).value.isel(time=-1), [2.0, 2.01, 2.02])
 
 
@@ -99,14 +100,48 @@ def test_a_run_is_judged_from_what_is_stored_at_the_preset_that_it_was_run_at(tm
 def test_a_stored_run_that_lacks_what_is_measured_is_named_and_kept(tmp_path):
     path = execute(STUDY, out=tmp_path).path
     write_trajectory(path / "trajectory.nc", open_run(path).rename(value="worth"))
-    with pytest.raises(StorageError, match="altered since its claims were measured"):
+    with pytest.raises(StorageError, match=r"trajectory\.nc is .*altered since it was written"):
         judge(STUDY, path)
-    write_claims(path, StoredClaims([], STUDY.description, 1.0))
+    identity = read_manifest(path).identity
+    write_manifest(path, identity, ["config.json", "trajectory.nc"])  # as if the run had been written like this
     with pytest.raises(
         StorageError, match=f"{path.name} lacks what toy is judged by .*value.*; delete it to run it again"
     ):
         judge(STUDY, path)
-    assert read_claims(path).claims == []
+    assert "worth" in open_run(path)
+
+
+def test_a_run_that_was_killed_while_it_was_judged_is_judged_not_trained_again(tmp_path):
+    first = execute(STUDY, out=tmp_path)
+    calls = len(toy_study.calls)
+    for finish in (lambda: execute(STUDY, out=tmp_path), lambda: judge(STUDY, first.path)):
+        reopen(first.path)
+        (first.path / "claims.json").unlink()
+        assert finish().claims == first.claims
+        assert len(toy_study.calls) == calls
+        assert read_claims(first.path).claims == first.claims
+
+
+@pytest.mark.parametrize("name", ["claims.json", "figures/1-line.svg", "figures/1-line.txt"])
+def test_judging_writes_damaged_claims_and_figures_anew(tmp_path, name):
+    outcome = execute(STUDY, out=tmp_path)
+    file = outcome.path / name
+    before = file.read_bytes()
+    file.write_bytes(b"{}")
+    with pytest.raises(DamagedFile, match=f"{name} is cut short or altered .*`joma judge {outcome.path}`"):
+        execute(STUDY, out=tmp_path)
+    assert judge(STUDY, outcome.path).claims == outcome.claims
+    assert file.read_bytes() == before
+    assert execute(STUDY, out=tmp_path).claims == outcome.claims
+
+
+def test_a_changed_preset_makes_no_failure_a_pass(tmp_path):
+    path = execute(STUDY, preset="paper", out=tmp_path).path
+    file = path / "config.json"
+    file.write_text(file.read_text().replace('"paper"', '"paver"'))
+    for read in (lambda: judge(STUDY, path), lambda: execute(STUDY, preset="paper", out=tmp_path)):
+        with pytest.raises(DamagedFile, match=r"config\.json is altered"):
+            read()
 
 
 def test_the_preset_of_a_stored_run_is_that_which_it_was_run_at(tmp_path):
@@ -138,7 +173,7 @@ def test_an_unfinished_run_is_run_anew(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         execute(STUDY, out=tmp_path, config=Config(mode="interrupt"))
     outcome = execute(STUDY, out=tmp_path)
-    (outcome.path / "claims.json").unlink()
+    (outcome.path / "manifest.json").unlink()
     assert not execute(STUDY, out=tmp_path).reused
 
 
@@ -174,16 +209,20 @@ def test_a_run_describes_itself_and_a_changed_title_is_stored_without_a_new_run(
     assert read_claims(path).description.title == "A straight line"
 
 
-def test_claims_that_version_0_1_stored_are_read(tmp_path):
+def test_a_run_that_version_0_1_stored_is_judged_again_not_trained_again(tmp_path):
     outcome = execute(STUDY, out=tmp_path)
-    file = outcome.path / "claims.json"
+    calls, file = len(toy_study.calls), outcome.path / "claims.json"
     content = json.loads(file.read_text())
     del content["description"]
     for claim in content["claims"]:
         claim["said"] = claim.pop("statement")
-    file.write_text(json.dumps(content))
-    assert read_claims(outcome.path).claims == outcome.claims
-    assert execute(STUDY, out=tmp_path).reused
+    content["trajectory_sha256"] = checksum(outcome.path / "trajectory.nc")
+    for read in (lambda: execute(STUDY, out=tmp_path), lambda: judge(STUDY, outcome.path)):
+        file.write_text(json.dumps(content))
+        (outcome.path / "manifest.json").unlink()
+        assert read().claims == outcome.claims
+        assert read_claims(outcome.path).claims == outcome.claims
+    assert len(toy_study.calls) == calls
 
 
 def test_another_text_of_the_same_name_is_another_run(tmp_path):
@@ -202,7 +241,7 @@ def test_another_text_of_the_same_name_is_another_run(tmp_path):
 def test_json_of_another_kind_is_named(tmp_path, file):
     path = execute(STUDY, out=tmp_path).path
     (path / file).write_text("[]")
-    with pytest.raises(StorageError, match=f"{file} is not what a run writes; delete"):
+    with pytest.raises(StorageError, match=f"{file} is (not what a run writes|cut short or altered)"):
         execute(STUDY, out=tmp_path)
 
 

@@ -1,5 +1,6 @@
 """The store of checkpoints: what counts, what is kept, and what is refused."""
 
+import shutil
 import warnings
 
 import pytest
@@ -74,3 +75,13 @@ def test_a_file_that_cannot_be_removed_is_named(tmp_path):
     (tmp_path / "1.safetensors").mkdir()
     with pytest.raises(StorageError, match=r"cannot remove .*1\.safetensors"):
         store.save(2, {"x": torch.ones(1)})
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_used(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(3, {"x": torch.ones(2)})
+    for suffix in ("", ".sha256"):
+        shutil.copy(tmp_path / f"3.safetensors{suffix}", tmp_path / f"7.safetensors{suffix}")
+    with pytest.warns(DamagedCheckpoint, match=r"7\.safetensors holds another step than its name says; .* step 3"):
+        checkpoint = store.load()
+    assert checkpoint.step == 3

@@ -127,7 +127,7 @@ def test_a_checksum_that_is_broken_is_named_and_where_nothing_is_left_the_run_be
     assert run.identical(whole)
 
 
-LEFT = ("2.safetensors", "3.safetensors.sha256", ".161-a_b0c.safetensors", ".161.safetensors-a_b0c.sha256")
+LEFT = ("2.safetensors", "3.safetensors.sha256", ".joma-161-a_b0c.safetensors", ".joma-161.safetensors-a_b0c.sha256")
 OTHERS = ("notes.safetensors", ".hidden", "07.safetensors")
 
 

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from fake_hub import write_series
 from joma.arguments import InputError
-from joma.watch import Checkpoints, weight_files
+from joma.watch import Checkpoints
 from joma.watch.series import Fault, _compile, _in_training_order
-from joma.watch.store import Measure, Store
+from joma.watch.store import Measure
 from joma.watch.weight_files import Unreadable
 
 PYTHIA = [0, *(2**k for k in range(10)), *range(1000, 144_000, 1000)]
@@ -25,10 +25,6 @@ def total(checkpoint):
 
 
 TOTAL = Measure("total", 1, total)
-
-
-def totals(series, store, measure=TOTAL):
-    return [values["total"].item() for _, values in series.measure(measure, store=store)]
 
 
 @pytest.mark.parametrize(
@@ -109,46 +105,6 @@ def test_a_model_folder_is_a_series_of_one(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="a series with checkpoints named by their step"):
         Checkpoints(tmp_path / "empty")
-
-
-def test_a_second_run_reads_nothing_and_a_changed_file_is_read_again(tmp_path):
-    series, store = Checkpoints(write_series(tmp_path / "s", range(5))), Store(tmp_path / "store")
-    assert totals(series, store) == [0, 6, 12, 18, 24]
-    again = Checkpoints(tmp_path / "s")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_files.ByteSource, "read", None)
-        assert totals(again, store) == [0, 6, 12, 18, 24]
-    assert again.bytes_read == 0
-    save_file({"w": torch.ones(6)}, tmp_path / "s" / "step3" / "model.safetensors")
-    assert totals(again, store) == [0, 6, 12, 6, 24]
-    assert 0 < again.bytes_read < 400
-    newer = Measure("total", 2, lambda checkpoint: {"total": checkpoint.tensor("w").numpy()[:1]})
-    assert totals(again, store, newer) == [0, 1, 2, 1, 4]
-
-
-def test_an_interrupted_series_resumes_at_the_checkpoint_where_it_stopped(tmp_path):
-    series, store = Checkpoints(write_series(tmp_path / "s", range(6))), Store(tmp_path / "store")
-    measured = []
-
-    def interrupted(checkpoint):
-        measured.append(checkpoint.step)
-        if len(measured) == 4:
-            raise KeyboardInterrupt
-        return total(checkpoint)
-
-    measure = Measure("total", 1, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        list(series.measure(measure, store=store))
-    assert len(list(series.measure(measure, store=store))) == 6
-    assert measured == [0, 1, 2, 3, 3, 4, 5]
-
-
-def test_a_damaged_file_in_the_store_is_measured_again(tmp_path):
-    series, store = Checkpoints(write_series(tmp_path / "s", [1])), Store(tmp_path / "store")
-    list(series.measure(TOTAL, store=store))
-    (file,) = (tmp_path / "store").iterdir()
-    file.write_bytes(file.read_bytes()[:-3])
-    assert totals(series, store) == [6]
 
 
 def test_an_unreadable_checkpoint_comes_as_its_error_and_the_others_are_measured(tmp_path):

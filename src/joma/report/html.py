@@ -51,6 +51,8 @@ def write_report(out: Path, order: Sequence[str] = ()) -> Report:
             sections.append(_section(path))
         except StorageError as problem:
             left_out.append(str(problem))
+    if not sections:
+        raise StorageError(f"no intact run below {out}: {left_out[0]}")
     content = {"sections": sections, "left_out": left_out, "totals": _totals(sections)}
     page = _template().render(**content, stamp=provenance(), now=now())
     remove_leftovers(out)
@@ -70,6 +72,7 @@ def _section(path: Path) -> dict[str, Any]:
     """Return what the template shows of one run, all of it checked against the run's manifest."""
     manifest = check_run(path)
     stored, config, trajectory = read_claims(path), read_config(path), open_run(path)
+    figures = _figures(path, manifest, stored.description)
     return {
         "anchor": f"{path.parent.name}-{path.name}",
         "study": config["study"],
@@ -81,7 +84,8 @@ def _section(path: Path) -> dict[str, Any]:
         "wall_time": stored.wall_time,
         "claims": stored.claims,
         "counts": {verdict: sum(claim["verdict"] == verdict for claim in stored.claims) for verdict in VERDICTS},
-        "figures": [_figure(manifest, name) for name in _pictures(manifest, stored.description)],
+        "figures": figures,
+        "missing": [name for name in stored.description.figures or () if name not in {f["name"] for f in figures}],
         "attributes": dict(sorted(trajectory.attrs.items())),
         "variables": [(name, _dimensions(variable)) for name, variable in trajectory.items()],
     }
@@ -91,10 +95,14 @@ def _dimensions(variable: xr.DataArray) -> str:
     return ", ".join(f"{name} {size}" for name, size in variable.sizes.items())
 
 
-def _pictures(manifest: Manifest, description: Description) -> list[str]:
-    """Return the pictures that the manifest lists, in the order in which they are shown."""
-    names = (f"{FIGURES}/{name}.svg" for name in description.figures or ())
-    return [name for name in names if name in manifest.files]
+def _figures(path: Path, manifest: Manifest, description: Description) -> list[dict[str, str]]:
+    """Return the figures that the manifest lists and that exist, in the order in which they are shown."""
+    pictures = (f"{FIGURES}/{name}.svg" for name in description.figures or ())
+    return [_figure(manifest, name) for name in pictures if name in manifest.files and _is_complete(path / name)]
+
+
+def _is_complete(picture: Path) -> bool:
+    return picture.exists() and picture.with_suffix(".txt").exists()
 
 
 def _figure(manifest: Manifest, name: str) -> dict[str, str]:

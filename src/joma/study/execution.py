@@ -26,6 +26,7 @@ from joma.runs import (
     Description,
     Run,
     StoredClaims,
+    adopt,
     check_run,
     earlier_figures,
     finish,
@@ -171,6 +172,7 @@ def judge(study: Study, path: Path | str) -> Outcome:
     path = Path(path)
     with lock(path):
         remove_leftovers(path, deep=True)
+        adopt(path)
         config = read_config(path)
         if (config["study"], config["version"]) != (study.name, study.version):
             stored = f"{config['study']}, version {config['version']}"
@@ -208,6 +210,7 @@ def _judge_again(study: Study, path: Path) -> tuple[list[dict[str, Any]], float]
 def _judge_and_finish(study: Study, path: Path) -> tuple[list[dict[str, Any]], float]:
     """Judge the stored trajectory, draw its figures and finish the run; return the claims and the run's wall time."""
     trajectory, preset = open_run(path), read_config(path)["preset"]
+    choice("preset", preset, study.presets)
     claims = [claim.judge(trajectory, preset) for claim in study.claims]
     reopen(path)
     _draw(study, trajectory, path)
