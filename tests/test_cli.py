@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import toy_study  # noqa: F401  (registered below by name)
-from joma import __main__, cli, studies
+from joma import cli, studies
 from joma.files import lock
 from joma.manifest import write_manifest
 from joma.runs import open_run
@@ -396,12 +396,3 @@ def test_probe_says_bad_input_in_one_line(args, message, checkpoints, capsys, mo
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
-
-
-def test_ctrl_c_before_anything_is_begun_is_one_line(monkeypatch, capsys):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "main", interrupted)
-    assert __main__.run() == 130
-    assert capsys.readouterr().err == "joma: interrupted before anything began.\n"

@@ -24,11 +24,10 @@ MANY_PARAMETERS = {
 
 # Modules whose tests are elsewhere, or that have nothing of their own to test.
 TESTED_ELSEWHERE = {
-    "__main__": "test_cli",
+    "__main__": "train/test_interrupt",
     "lazy": "test_surface",
     "kernels/short_triton": "kernels/test_short",
     "train/cuda": "train/test_cuda",
-    "train/interrupt": "train/test_survival",
     "train/options": "train/test_loop",
     "train/packed": "train/test_optimiser",
     "train/state": "train/test_loop",

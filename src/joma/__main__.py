@@ -4,14 +4,16 @@ import sys
 
 
 def run() -> int:
-    """Run the command line; Ctrl-C while it is still loading prints one line instead of a traceback."""
+    """Run the command line; Ctrl-C is answered from here on, even while modules are loaded."""
     try:
+        from joma.train import interrupt
+    except KeyboardInterrupt:
+        sys.stderr.write("joma: interrupted; nothing has begun.\n")
+        return 130
+    with interrupt.answering():
         from joma.cli import main
 
         return main()
-    except KeyboardInterrupt:
-        sys.stderr.write("joma: interrupted before anything began.\n")
-        return 130
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ import tyro
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
 from joma.terminal import OutputError, guarded_streams, json_document, printable
+from joma.train import interrupt
 
 MAX_LINE = 4000  # characters of a message; a longer one loses its middle
 OPTION = re.compile(r"-(?![\d.]|inf|nan)", re.IGNORECASE)  # begins with a dash, and is no negative number
-DONE, CLAIM_FAILED, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, CLAIM_FAILED, BAD_INPUT, INTERNAL = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -377,10 +378,9 @@ def main(args: list[str] | None = None) -> int:
             finally:
                 sys.stdout.flush()
         except KeyboardInterrupt:
-            complain("interrupted; finished runs are kept, and the same command resumes the others.")
-            return INTERRUPTED
+            return interrupt.end_interrupted()
         except Exception as problem:
-            return _report_failure(problem)
+            return interrupt.end_interrupted() if interrupt.was_interrupted() else _report_failure(problem)
 
 
 def _run_command(args: list[str]) -> int:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from joma.train.interrupt import interruptible
 from joma.train.optimiser import Updater
 from joma.train.options import Compute
 from joma.train.protocol import CompiledModel
 
 TRIAL_STEPS = 3  # before the capture: PyTorch compiles and allocates in them, which a graph cannot contain
+MIN_AHEAD_SECONDS, MAX_AHEAD_SECONDS = 0.1, 0.4  # between two events at which Python waits for the device
 
 
 def capture(step: Callable[[], None], *, trial: Callable[[], None], reset: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture one call of `step` as a graph, after a few calls of `trial` on a side stream and a call of `reset`."""
+    """Capture one call of `step` as a graph, after a few calls of `trial` on a side stream and a call of `reset`.
+
+    Ctrl-C ends the trial steps at once, and the capture after its end: an unfinished one would raise other errors.
+    """
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):
@@ -25,9 +31,48 @@ def capture(step: Callable[[], None], *, trial: Callable[[], None], reset: Calla
     torch.cuda.current_stream().wait_stream(side_stream)
     reset()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with interruptible("the capture of a step to end") as stop, torch.cuda.graph(graph):
         step()
+    if stop:
+        raise KeyboardInterrupt
     return graph
+
+
+class Throttle:
+    """Keep Python less than a second ahead of the device, so that a run stops soon after Ctrl-C.
+
+    Without it a thousand replayed steps may be queued, and saving waits for all of them. Every `interval` steps Python
+    waits for the device to reach the event before the last one: the device always has steps to do meanwhile.
+    """
+
+    def __init__(
+        self,
+        new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.new_event, self.clock = new_event, clock
+        self.interval, self.steps = 1, 0
+        self.last_event: torch.cuda.Event | None = None
+        self.reached_at = clock()
+
+    def count_step(self) -> None:
+        """Count a step that was queued, and wait for the device if it is due."""
+        self.steps += 1
+        if self.steps < self.interval:
+            return
+        event = self.new_event()
+        event.record()
+        if self.last_event is not None:
+            self.last_event.synchronize()
+            self._adapt(self.clock() - self.reached_at)
+        self.last_event, self.reached_at, self.steps = event, self.clock(), 0
+
+    def _adapt(self, seconds: float) -> None:
+        """Change the interval, which has taken the device this many seconds, where that is too short or too long."""
+        if seconds < MIN_AHEAD_SECONDS:
+            self.interval *= 2
+        elif seconds > MAX_AHEAD_SECONDS:
+            self.interval = max(1, self.interval // 2)
 
 
 @contextmanager

@@ -26,13 +26,16 @@ from joma.files import StorageError, lock
 from joma.progress import SILENT, Task
 from joma.train.checkpoint import CheckpointStore
 from joma.train.cuda import matmul_precision
-from joma.train.interrupt import interruptible
+from joma.train.interrupt import StopRequest, interruptible
 from joma.train.optimiser import Optimiser
 from joma.train.options import Compute, Record, Saving
 from joma.train.state import Loss, Model, Training
 
 OpenTask = Callable[..., AbstractContextManager[Task]]
 NO_PROGRESS: OpenTask = partial(SILENT.task, "training")
+
+# What a user who pressed Ctrl-C is waiting for.
+STEP, SAVED_STEP, SAVE = "step {} to end", "step {} to end and be saved", "the checkpoint of step {} to be saved"
 
 
 def fit(
@@ -113,21 +116,25 @@ def _train(
 ) -> None:
     """Train for `steps`, and save on the way and at the end; Ctrl-C stops between two steps, after a save."""
     start, last = steps.start, steps.stop - 1
-    with matmul_precision(training.compute), interruptible() as stop, progress(total=last) as task:
-        training.prepare(start)
+    step_activity = STEP if saver is None else SAVED_STEP
+    with matmul_precision(training.compute), progress(total=last) as task:
+        training.prepare(start)  # Ctrl-C ends this at once: nothing is trained yet
         task.skip(start)
         if saver is not None:
             saver.start_clock()
-        for step in steps:
-            if saver is not None and step > start:
-                saver.save(training, step, is_last=step == last, at_once=bool(stop))
-            if stop:
-                raise KeyboardInterrupt
-            training.step(step, record=step in record_steps, update=step < last)
-            if step < last:
-                training.report(task)
-        if saver is not None:
-            saver.store.save(last, training.state(final=True), keep=1)
+        with interruptible() as stop:
+            for step in steps:
+                if saver is not None and step > start:
+                    saver.save(training, step, is_last=step == last, stop=stop)
+                if stop:
+                    raise KeyboardInterrupt
+                stop.begin(step_activity, step)
+                training.step(step, record=step in record_steps, update=step < last)
+                if step < last:
+                    training.report(task)
+            if saver is not None:
+                stop.begin(SAVE, last)
+                saver.store.save(last, training.state(final=True), keep=1)
     if stop:  # requested in the last step, or while it was saved
         raise KeyboardInterrupt
 
@@ -143,13 +150,14 @@ class _Saver:
         """Measure the time to the next save from now on."""
         self.saved_at = time.monotonic()
 
-    def save(self, training: Training[Any], step: int, *, is_last: bool, at_once: bool) -> None:
-        """Save the state before `step`, if a save is due by step and time, or in any case with `at_once`.
+    def save(self, training: Training[Any], step: int, *, is_last: bool, stop: StopRequest) -> None:
+        """Save the state before `step`, if a save is due by step and time, or in any case if the run is to stop.
 
         None is due before the last step: soon after it the finished run is saved.
         """
         due = not is_last and step in self.save_steps and time.monotonic() - self.saved_at >= self.min_seconds
-        if due or at_once:
+        if due or stop:
+            stop.begin(SAVE, step)
             self.store.save(step, training.state())
             self.saved_at = time.monotonic()
 

@@ -48,6 +48,7 @@ class Training(Generic[Model]):
         self.recorded_at: list[int] = []
         self.on_cuda = device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.throttle = cuda.Throttle()
         self.loss_shown_at = time.monotonic()
 
     def prepare(self, start: int) -> None:
@@ -77,6 +78,7 @@ class Training(Generic[Model]):
         measures = self.record.measure(self.model, step) if record else {}
         measures = {name: value.clone() for name, value in measures.items()}
         graph.replay()
+        self.throttle.count_step()
         self.losses = self.replayed_losses
         if record:
             self._append({"loss": self.losses, **measures}, self._diverged_seeds())
