@@ -173,6 +173,21 @@ def test_a_command_says_what_it_waits_for_while_the_main_thread_cannot():
     assert (second, third) == ("ended\n", LAST_LINE)
 
 
+def test_closed_standard_streams_are_not_taken_for_the_pipe():
+    script = """import os, sys
+from joma.train import interrupt
+with interrupt.answering():
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            continue
+        sys.exit(9)
+"""
+    command = f"exec {sys.executable} -c '{script}' <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], check=False, timeout=60).returncode == 0
+
+
 def test_ctrl_c_after_the_end_of_a_command_is_too_late():
     body = "import atexit; atexit.register(lambda: (press(), print('the end')))"
     assert command(body) == (0, "the end\n", "")

@@ -10,6 +10,7 @@ SIGTERM is treated like Ctrl-C. A signal that the process was started to ignore 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -105,7 +106,7 @@ class _Command:
         self._signal_times: list[float] = []
         self._notified = False
         self._leaving = threading.Lock()
-        self._reader, self._writer = os.pipe()
+        self._reader, self._writer = map(_above_standard_streams, os.pipe())
 
     def enter(self, stop: StopRequest | None) -> StopRequest | None:
         """Make `stop` the request that Ctrl-C waits for, None for no waiting; return the one before."""
@@ -172,6 +173,13 @@ class _Command:
             self._notified = True
             sys.stderr.write(stop.notice)  # through rich, if it shows bars: the line appears above them
             sys.stderr.flush()
+
+
+def _above_standard_streams(handle: int) -> int:
+    """Return a handle to the same file with a number that no standard stream has, as those may be closed."""
+    above = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(handle)
+    return above
 
 
 _command: _Command | None = None
