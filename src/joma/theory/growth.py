@@ -18,7 +18,8 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 from scipy.special import erfc, erfcinv, erfcx
 
-from joma.arguments import InputError, broadcast, old_names, positive, real
+from joma.arguments import InputError, broadcast, positive, real
+from joma.renaming import old_names
 from joma.theory import inversion
 
 

@@ -177,12 +177,13 @@ class Recording:
         for label, entropy in pending.items():
             groups.setdefault((entropy.shape, entropy.dtype, entropy.device), []).append(label)
         reduced: dict[str, Tensor] = {}
-        for labels in groups.values():
-            entropy = torch.stack([pending[label] for label in labels])
-            if self.rows is not None:
-                entropy = entropy.where(self._row_mask(entropy[0])[:, None], torch.nan)
-            values = self._reduce(torch.stack([entropy, effective_tokens(entropy)]))
-            reduced.update(zip(labels, values.unbind(1), strict=True))
+        with torch._C.DisableTorchFunction():  # these are not calls of the model: nothing is to be intercepted
+            for labels in groups.values():
+                entropy = torch.stack([pending[label] for label in labels])
+                if self.rows is not None:
+                    entropy = entropy.where(self._row_mask(entropy[0])[:, None], torch.nan)
+                values = self._reduce(torch.stack([entropy, effective_tokens(entropy)]))
+                reduced.update(zip(labels, values.unbind(1), strict=True))
         for label in pending:  # in the order of the calls
             self._passes[-1][label] = reduced[label]
 
