@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from joma.arguments import InputError
 from joma.files import StorageError
 from joma.study import Arms, Context
 from joma.train import Optimiser, Record
@@ -128,3 +129,11 @@ def test_checkpoints_of_another_training_of_the_same_run_are_refused(tmp_path):
     train(context, label="a b")
     with pytest.raises(StorageError, match="which differs in training"):  # the same folder, by its name
         train(context, label="A-B")
+
+
+def test_labels_of_seeds_other_than_the_contexts_are_refused():
+    record = Record(seeds=(7, 8))
+    with pytest.raises(InputError, match=r"`record\.seeds` must be left out, got \(7, 8\)"):
+        Context((0, 1)).fit(
+            Numbers((1.0, 2.0)), quadratic, label="x", optimiser=Optimiser("sgd", 0.1), steps=1, record=record
+        )

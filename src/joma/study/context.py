@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xarray as xr
 
 from joma import schedule
+from joma.arguments import InputError
 from joma.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -118,7 +119,10 @@ class Context:
         """
         from joma.train import Record, Saving, fit
 
-        record = replace(Record() if record is None else record, seeds=self.seeds if arms is None else None)
+        record = Record() if record is None else record
+        if record.seeds is not None:
+            raise InputError("record.seeds", "left out", record.seeds, "the seeds of the context label the models")
+        record = replace(record, seeds=self.seeds if arms is None else None)
         saving = None
         if self.checkpoints is not None:
             folder = self.checkpoints / re.sub(r"[^a-z0-9.]+", "-", label.lower())
