@@ -15,7 +15,7 @@ from joma.files import lock
 from joma.manifest import write_manifest
 from joma.runs import open_run
 from joma.studies import catalogue
-from joma.watch import loading
+from joma.watch import configs
 
 
 @pytest.fixture(autouse=True)
@@ -286,7 +286,7 @@ def checkpoints(tmp_path_factory):
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("checkpoints")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    with torch.random.fork_rng(), loading.quiet():
+    with torch.random.fork_rng(), configs.quiet():
         torch.manual_seed(0)
         config = transformers.GPTNeoXConfig(**sizes, vocab_size=256, max_position_embeddings=32)
         model = transformers.GPTNeoXForCausalLM(config)

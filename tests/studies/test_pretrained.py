@@ -18,7 +18,7 @@ from joma.studies import pretrained
 from joma.studies.pretrained import CLAIMS, STUDY, Config
 from joma.study import Context
 from joma.watch import Checkpoints
-from joma.watch.loading import quiet
+from joma.watch.configs import quiet
 
 transformers = pytest.importorskip("transformers")
 SMALL = Config(layers=2, heads=2, width=16, length=16, batch=4, steps=12, every=5)

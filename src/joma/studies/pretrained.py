@@ -25,7 +25,7 @@ from joma.manifest import read_manifest, write_manifest
 from joma.progress import SILENT, Progress, Task
 from joma.report.figure import band, canvas, evenly_spaced, letters, measured
 from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most
-from joma.watch.loading import quiet, transformers
+from joma.watch.configs import quiet, transformers
 from joma.watch.probing import ProbeResult, probe
 from joma.watch.recorder import preserve_random_state
 from joma.watch.series import Checkpoints

@@ -1,140 +1,119 @@
-"""Load models and tokenise text from a checkpoint's folder with transformers; code in the folder is never run."""
+"""Load models from checkpoints with transformers; nothing but their weights and their checked config is used.
+
+The model is built on the meta device first, which takes no memory: a config.json that describes more than the weight
+files hold, or than the machine has memory for, is refused before a weight is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
-from joma.arguments import InputError, short_reason
-from joma.data.text import corpus
-from joma.watch.locations import CONFIG
+from joma import memory
+from joma.watch.configs import ONLY_WEIGHTS, loading_errors, printable, quiet, transformers
+from joma.watch.series import LazyCheckpoint
 from joma.watch.weight_files import Unreadable
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 POOLER = "pooler."  # an encoder's pooler follows all attention, and pretrained models often come without its weights
-ONLY_WEIGHTS = "(its weights are measured anyway)"
+PARAMETERS = 64  # parameters that a model may have for each stored tensor; files store some of them together
+FEW = 1000  # parameters that any model may have
+# Buffers that older versions of transformers stored; models compute them now.
+COMPUTED_BUFFER = re.compile(r"(^|\.)(inv_freq|position_ids|token_type_ids|masked_bias|(attn|attention)\.bias)$")
+CONFIG_REMEDY = f"check its config.json against the names of its weights {ONLY_WEIGHTS}"
 
 
-def transformers() -> Any:
-    """Return the package `transformers`, or raise an error that says how to install it."""
-    try:
-        import transformers
-    except ImportError:
-        remedy = "run `pip install 'joma[hf]'`"
-        raise InputError("transformers", "installed to run a model", "no such package", remedy) from None
-    return transformers
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from writing to the terminal inside the block; its settings are restored afterwards."""
-    logging = transformers().utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def load_config(folder: Path, name: str) -> Any:
-    """Load the config of the model in `folder`, or of its parent folder if the checkpoints of a series share one.
+def load(checkpoint: LazyCheckpoint, config: Any) -> nn.Module:
+    """Load the model of a checkpoint without its head, in float32 and evaluation mode.
 
     Args:
-        folder: the checkpoint's folder.
-        name: the checkpoint's name in error messages.
+        checkpoint: the checkpoint; weights on the hub are downloaded.
+        config: its config, as `load_config` returns it.
     """
-    config_folder = _folder_with(folder, (CONFIG,))
-    if config_folder is None:
-        remedy = f"add it to have attention measured {ONLY_WEIGHTS}"
-        raise Unreadable(name, "a model with a config.json", "none", remedy)
-    with _loading_errors(name):
-        return transformers().AutoConfig.from_pretrained(config_folder, trust_remote_code=False)
-
-
-def load(folder: Path, name: str) -> nn.Module:
-    """Load the model in `folder` without its head, in float32 and evaluation mode."""
-    with quiet(), _loading_errors(name):
-        config = load_config(folder, name)
-        options = {"config": config, "trust_remote_code": False, "output_loading_info": True}
-        model, info = transformers().AutoModel.from_pretrained(folder, **options)
+    skeleton = build_skeleton(checkpoint, config)
+    with quiet():
+        folder = checkpoint.folder()
+    with loading_errors(checkpoint.name):
+        state = dict(_read_weights(checkpoint, folder))
+        options = {"config": copy.deepcopy(config), "state_dict": state, "output_loading_info": True}
+        model, info = type(skeleton).from_pretrained(None, **options)
+    kind = f"all weights of the {type(model).__name__} that its config.json describes"
     missing = sorted(key for key in info["missing_keys"] if not key.startswith(POOLER))
     if missing:  # transformers has initialised them at random
-        got = f"no {missing[0]}" + (f" and {len(missing) - 1} more missing" if len(missing) > 1 else "")
-        remedy = f"check its config.json against the names of its weights {ONLY_WEIGHTS}"
-        expected = f"all weights of the {type(model).__name__} that its config.json describes"
-        raise Unreadable(name, expected, got, remedy, must="have")
+        raise Unreadable(checkpoint.name, kind, f"no {_enumerate(missing, ' missing')}", CONFIG_REMEDY, must="have")
+    unexpected = sorted(key for key in info["unexpected_keys"] if _in_model(key, model))
+    if unexpected:  # transformers has left them out
+        got = f"also {_enumerate(unexpected)}"
+        raise Unreadable(checkpoint.name, kind.replace("all", "only", 1), got, CONFIG_REMEDY, must="have")
     return model.float().eval()
 
 
+def _enumerate(keys: list[str], verb: str = "") -> str:
+    return printable(keys[0]) + (f" and {len(keys) - 1} more{verb}" if len(keys) > 1 else "")
+
+
+def _in_model(key: str, model: Any) -> bool:
+    """Return whether a stored name belongs to the model without its head, and is no buffer that is computed anew."""
+    prefix = f"{model.base_model_prefix}."
+    in_base = key.startswith(prefix) or key.split(".", maxsplit=1)[0] in dict(model.named_children())
+    return in_base and not COMPUTED_BUFFER.search(key)
+
+
+def build_skeleton(checkpoint: LazyCheckpoint, config: Any) -> Any:
+    """Build the model that `config` describes on the meta device; refuse it if it is too large for file or machine."""
+    stored = len(checkpoint.names())
+    with ExitStack() as stack:
+        stack.enter_context(loading_errors(checkpoint.name))
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(_at_most(FEW + PARAMETERS * stored, stored, checkpoint.name))
+        skeleton = transformers().AutoModel.from_config(copy.deepcopy(config))
+    values = sum(parameter.numel() for parameter in skeleton.parameters())
+    needed = values * torch.float32.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers())
+    memory.check(checkpoint.name, needed, f"use a machine with more memory, or leave it out {ONLY_WEIGHTS}")
+    return skeleton
+
+
 @contextmanager
-def _loading_errors(name: str) -> Iterator[None]:
-    """Turn the errors of transformers into one-line errors about the checkpoint `name`."""
+def _at_most(limit: int, stored: int, name: str) -> Iterator[None]:
+    """Stop the construction of modules inside the block when they have more than `limit` parameters."""
+    count = 0
+
+    def add(module: nn.Module, key: str, parameter: Tensor | None) -> None:  # noqa: ARG001 (the hook's signature)
+        nonlocal count
+        count += 1
+        if count > limit:
+            got = f"more than {limit:,} tensors for the {stored:,} that are stored"
+            raise Unreadable(name, "a model of its size, by its config.json", got, CONFIG_REMEDY)
+
+    handle = torch_module.register_module_parameter_registration_hook(add)
     try:
         yield
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as cause:
-        reason = short_reason(cause)
-        if "trust_remote_code" in str(cause):
-            reason = "an architecture with code of its own, which is never run"
-        remedy = f"check its config.json against transformers {transformers().__version__} {ONLY_WEIGHTS}"
-        raise Unreadable(name, "a model that transformers can load", reason, remedy) from None
+    finally:
+        handle.remove()
 
 
-def default_text(size: int = 200_000) -> str:
-    """Return the first `size` bytes of the embedded corpus."""
-    return bytes(corpus(tokeniser="bytes").train[:size].astype("uint8")).decode(errors="replace")
+def _read_weights(checkpoint: LazyCheckpoint, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights by name; safetensors files are memory-mapped, so that memory holds the model once."""
+    from safetensors import safe_open
 
-
-def encode(text: str, folder: Path, name: str, *, length: int, count: int) -> Int[Tensor, "sequence position"]:
-    """Return up to `count` sequences of `length` tokens of `text`, by the model's tokenizer, or bytes if it has none.
-
-    A model with a smaller maximum length gets more sequences.
-
-    Args:
-        text: the text.
-        folder: the checkpoint's folder.
-        name: the checkpoint's name in error messages.
-        length: tokens per sequence.
-        count: sequences.
-    """
-    config = load_config(folder, name)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary = getattr(config, "vocab_size", None)
-    if not vocabulary:
-        remedy = f"give a language model, or use `joma.watch.attention` with your own input {ONLY_WEIGHTS}"
-        raise Unreadable(name, "a language model", f"one described by {type(config).__name__}", remedy)
-    tokens = _tokenise(text, folder, name)
-    if len(tokens) < 2:
-        raise InputError("text", "at least two tokens long", f"{len(tokens)}", "give a longer text")
-    if max(tokens) >= vocabulary:
-        got = f"token {max(tokens)} for a vocabulary of {vocabulary}"
-        raise Unreadable(name, "a model with its tokenizer", got, f"add the tokenizer's files {ONLY_WEIGHTS}")
-    positions = min(length, getattr(config, "max_position_embeddings", None) or length, len(tokens))
-    sequences = min(count * length, len(tokens)) // positions
-    return torch.tensor(tokens[: sequences * positions], device="cpu").reshape(sequences, positions)
-
-
-def _tokenise(text: str, folder: Path, name: str) -> list[int]:
-    tokenizer_folder = _folder_with(folder, TOKENIZERS)
-    if tokenizer_folder is None:
-        return list(text.encode())
-    with quiet(), _loading_errors(name):
-        tokenizer = transformers().AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _folder_with(folder: Path, files: Collection[str]) -> Path | None:
-    """Return `folder` or its parent, the first that has any of `files`."""
-    candidates = (folder, folder.parent)
-    return next((path for path in candidates if any((path / file).is_file() for file in files)), None)
+    for file, weights in checkpoint.files.items():
+        names = [name for name in weights.names() if checkpoint.layout[name] == file]
+        if file.endswith(".safetensors"):
+            with safe_open(folder / file, framework="pt") as content:
+                tensors = [(name, content.get_tensor(name)) for name in names]
+        else:
+            tensors = [(name, weights.tensor(name)) for name in names]
+        for name, tensor in tensors:
+            if name.endswith(".weight") and not tensor.is_floating_point():
+                got = f"{tensor.dtype} for {printable(name)}"
+                raise Unreadable(
+                    checkpoint.name, "weights in floating point", got, f"convert it {ONLY_WEIGHTS}", must="have"
+                )
+            yield name, tensor

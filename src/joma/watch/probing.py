@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from textwrap import shorten
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +26,13 @@ from joma.probes.orthogonality import cosine_orthogonality
 from joma.probes.rank import stable_rank
 from joma.progress import SILENT, Progress
 from joma.watch.audit import NOT_FINITE_REMEDY, Audit, audit_series
-from joma.watch.loading import ONLY_WEIGHTS, default_text, encode, load, quiet
+from joma.watch.configs import ONLY_WEIGHTS, compare_configs, computed_fields, is_failure, load_config, quiet, reason
+from joma.watch.loading import load
 from joma.watch.recorder import LOWER_MATRIX
-from joma.watch.sdpa import attention
+from joma.watch.sdpa import Recording, attention
 from joma.watch.series import Checkpoints, Fault, LazyCheckpoint
 from joma.watch.store import Measure, Store
+from joma.watch.tokens import default_text, encode
 from joma.watch.weight_files import Unreadable
 
 EMBEDDING = re.compile(  # the token embedding, as the architectures name it
@@ -38,6 +40,10 @@ EMBEDDING = re.compile(  # the token embedding, as the architectures name it
 )
 LENGTH, SEQUENCES = 256, 8  # tokens per sequence, and sequences, of the text that models are run on
 SPANS, SPAN_ROWS = 8, 256  # evenly spaced spans of rows that are sampled of an embedding, and rows in each
+
+
+class NotFinite(Unreadable):
+    """Weights or results of a forward pass that are NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +79,25 @@ def probe(
     if text is not None and not text.strip():
         raise InputError("text", "at least two tokens long", "none", "give a longer text")
     faults = list(audit_series(series, store=store, progress=progress).faults)
-    left_out = Audit(tuple(faults)).left_out
-    measures = [WEIGHTS]
-    first = next((checkpoint for checkpoint in series if checkpoint.name not in left_out), None)
-    if first is not None:
-        try:
-            measures.append(_attention_measure(first, default_text() if text is None else text))
-        except Unreadable as error:
-            faults.append(Fault.from_error("not run", series.source, error, left_out=False))
+    left_out = set(Audit(tuple(faults)).left_out)
     measurements: dict[str, dict[str, np.ndarray]] = {}
-    for measure in measures:
+
+    def run(measure: Measure) -> None:
         for checkpoint, values in series.measure(measure, store=store, leave_out=left_out, progress=progress):
-            if isinstance(values, InputError):
+            if isinstance(values, NotFinite):
+                faults.append(Fault.from_error("not finite", checkpoint.name, values, left_out=measure is WEIGHTS))
+            elif isinstance(values, InputError):
                 faults.append(Fault.from_error("not measured", checkpoint.name, values, left_out=False))
             else:
                 measurements.setdefault(checkpoint.name, {"step": np.array(checkpoint.step)}).update(values)
+
+    run(WEIGHTS)
+    left_out |= Audit(tuple(faults)).left_out
+    measure, disagreements = _attention_measure(series, left_out, default_text() if text is None else text)
+    faults += disagreements
+    left_out |= {name for fault in disagreements for name in fault.checkpoints}
+    if measure is not None:
+        run(measure)
     if not measurements:
         got = f"{series.source}, of which nothing can be measured ({faults[-1].message})"
         raise InputError("source", "a series with a sound checkpoint", got, faults[-1].remedy)
@@ -131,7 +141,7 @@ def _finite(checkpoint: LazyCheckpoint, name: str, values: Float[Tensor, "row co
     """Return `values` if all are finite, else raise an error: the audit has seen a sample only."""
     if not bool(values.isfinite().all()):
         got = f"NaN or infinities in {name}"
-        raise Unreadable(checkpoint.name, "finite weights", got, NOT_FINITE_REMEDY, must="have")
+        raise NotFinite(checkpoint.name, "finite weights", got, NOT_FINITE_REMEDY, must="have")
     return values
 
 
@@ -153,39 +163,92 @@ def _sample_rows(checkpoint: LazyCheckpoint, name: str) -> Float[Tensor, "row di
     return torch.cat(parts).float().reshape(-1, width)
 
 
-def _attention_measure(first: LazyCheckpoint, text: str) -> Measure:
-    """Return the measure that runs each model on `text`, encoded by the tokenizer of the first sound checkpoint."""
-    with quiet():
-        tokens = encode(text, first.folder(weights=False), first.name, length=LENGTH, count=SEQUENCES)
-    digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    options = {"tokens": digest, "shape": list(tokens.shape)}
-    return Measure("attention", 1, lambda checkpoint: measure_attention(checkpoint, tokens), options)
+def _attention_measure(series: Checkpoints, left_out: Collection[str], text: str) -> tuple[Measure | None, list[Fault]]:
+    """Return the measure that runs each model on `text`, and the faults of the checkpoints that it cannot measure.
+
+    The models must agree on what they compute, and on the tokens of the text; without any model there is no measure.
+    """
+    folders: dict[str, Path] = {}
+    configs: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for checkpoint in series:
+        if checkpoint.name not in left_out:
+            try:
+                with quiet():
+                    folders[checkpoint.name] = checkpoint.folder(weights=False)
+                configs[checkpoint.name] = load_config(folders[checkpoint.name], checkpoint.name)
+            except Unreadable as error:
+                faults.append(Fault.from_error("not measured", checkpoint.name, error, left_out=False))
+    faults += compare_configs(configs)
+    excluded = {name for fault in faults for name in fault.checkpoints}
+    agreeing = {name: folder for name, folder in folders.items() if name not in excluded}
+    if not agreeing:
+        return None, faults
+    config = configs[next(iter(agreeing))]
+    try:
+        tokens, disagreements = encode(text, agreeing, config, length=LENGTH, count=SEQUENCES)
+    except Unreadable as error:
+        return None, [*faults, Fault.from_error("not run", series.source, error, left_out=False)]
+    options = {"tokens": _digest(tokens.numpy().tobytes()), "shape": list(tokens.shape)}
+    options["config"] = _digest(json.dumps(computed_fields(config), sort_keys=True).encode())
+
+    def function(checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
+        return measure_attention(checkpoint, configs[checkpoint.name], tokens)
+
+    return Measure("attention", 2, function, options), [*faults, *disagreements]
 
 
-def measure_attention(checkpoint: LazyCheckpoint, tokens: Int[Tensor, "sequence position"]) -> dict[str, np.ndarray]:
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def measure_attention(
+    checkpoint: LazyCheckpoint, config: Any, tokens: Int[Tensor, "sequence position"]
+) -> dict[str, np.ndarray]:
     """Measure the attention entropy by layer and head, and the cosines between hidden vectors at each depth.
 
     An encoder-decoder reads `tokens` on both sides; its hidden vectors form two sequences of depths and are left out.
     """
-    with quiet():
-        model = load(checkpoint.folder(), checkpoint.name)
+    model = load(checkpoint, config)
     tokens = tokens.to(next((parameter.device for parameter in model.parameters()), tokens.device))
     inputs = {"input_ids": tokens, "output_hidden_states": True}
     if getattr(model.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens
     try:
-        with torch.no_grad(), attention(model) as recording:
-            states = getattr(model(**inputs), "hidden_states", None)
-    except Exception as error:  # a model may refuse the call with any error
+        with quiet(), torch.no_grad(), attention(model) as recording, attention(model, reduce="none") as rows:
+            output = model(**inputs)
+        entropy = recording.entropy.mean("pass")
+        _check_recording(checkpoint, rows, output)
+    except NotFinite:
+        raise
+    except BaseException as error:  # a model may refuse the call with any error
+        if not is_failure(error):
+            raise
         expected = "a model with attention to watch" if isinstance(error, InputError) else "a model that runs on tokens"
-        got = f"{type(model).__name__} ({shorten(str(error), 200, placeholder=' …')})"
+        got = f"{type(model).__name__} ({reason(error)})"
         raise Unreadable(checkpoint.name, expected, got, f"try another {ONLY_WEIGHTS}") from None
-    entropy = recording.entropy.mean("pass")
     values = {"layer": _pack_names(entropy.layer.values), "entropy": entropy.transpose("layer", "head").values}
-    if states:
+    if states := getattr(output, "hidden_states", None):
         cosines = [cosine_orthogonality(state.flatten(0, 1)).root_mean_square for state in states]
         values["hidden_cosine"] = torch.stack(cosines).numpy()
     return values
+
+
+def _check_recording(checkpoint: LazyCheckpoint, rows: Recording, output: Any) -> None:
+    """Raise an error unless every attention was recorded and everything that the model computed is finite.
+
+    A mean over the finite rows or heads would look like any other.
+    """
+    if rows.refused is not None:
+        raise rows.refused
+    parts = output.values() if isinstance(output, Mapping) else output
+    tensors = [part for value in parts for part in (value if isinstance(value, tuple) else (value,))]
+    layers = [layer for layers in rows.passes for layer, values in layers.items() if not values.isfinite().all()]
+    states = [part for part in tensors if isinstance(part, Tensor) and not part.isfinite().all()]
+    if layers or states:
+        where = f"the attention entropy of {layers[0]}" if layers else "its hidden vectors"
+        expected = "a finite forward pass"
+        raise NotFinite(checkpoint.name, expected, f"NaN or infinities in {where}", NOT_FINITE_REMEDY, must="have")
 
 
 def _pack_names(names: Iterable[str]) -> np.ndarray:
