@@ -1,11 +1,125 @@
 import pickle
+from datetime import UTC, datetime
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
+import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from joma.arguments import InputError, StateError, broadcast, choice, probabilities, real, whole
+from joma.arguments import (
+    InputError,
+    StateError,
+    as_numbers,
+    broadcast,
+    check_size,
+    choice,
+    described,
+    distinct,
+    one_line,
+    positive,
+    probabilities,
+    real,
+    scalar,
+    whole,
+)
+
+NUMBERS = {
+    "int": 2,
+    "float": 2.0,
+    "numpy": np.float32(2),
+    "unsigned": np.uint8(2),
+    "0-d": np.array(2),
+    "fraction": Fraction(4, 2),
+    "decimal": Decimal("2.0"),
+    "tensor": torch.tensor(2),
+    "bfloat16": torch.tensor(2.0, dtype=torch.bfloat16),
+    "parameter": torch.nn.Parameter(torch.tensor(2.0)),
+    "data array": xr.DataArray(2.0),
+}
+
+NO_NUMBERS = {
+    "digits": ("2", "strings"),
+    "bytes": (b"2", "bytes"),
+    "list of digits": (["1", "2"], "strings"),
+    "number and digits": ([1.0, "2"], "strings"),
+    "date": (np.datetime64("2020-01-01"), "dates"),
+    "duration": (np.timedelta64(3, "s"), "durations"),
+    "python date": (datetime.now(UTC), "datetime"),
+    "none": (None, "NoneType"),
+    "none inside": ([1.0, None], "NoneType"),
+    "dict": ({"a": 1}, "dict"),
+    "set": ({1, 2}, "set"),
+    "generator": ((number for number in (1, 2)), "generator"),
+    "bool": (True, "booleans"),
+    "mask": (np.array([True, False]), "booleans"),
+    "boolean tensor": (torch.tensor([True]), "booleans"),
+    "bool inside": ([[0.5], [True]], "booleans"),
+    "mask inside": ([np.array([True])], "booleans"),
+    "complex": (1j, "complex"),
+    "complex tensor": (torch.tensor(1j), "complex"),
+    "ragged": ([[1.0], [1.0, 2.0]], "inhomogeneous"),
+    "structured": (np.zeros(2, dtype=[("a", float)]), "structured"),
+    "masked": (np.ma.masked_array([1.0, 2.0], [False, True]), "1 masked"),
+    "masked inside": ([np.ma.masked_array([1.0, 2.0], [False, True])], "1 masked"),
+    "meta tensor": (torch.empty(2, device="meta"), "meta"),
+    "sparse tensor": (torch.eye(2).to_sparse(), "Sparse"),
+    "beyond a float": (10**400, "too large"),
+    "function": (len, "builtin_function_or_method"),
+}
+
+
+@pytest.mark.parametrize("value", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_of_every_kind_are_read(value):
+    assert scalar("rate", value) == whole("rate", value) == positive("rate", value) == 2.0
+    array = as_numbers("rate", value)
+    assert array.dtype == np.float64
+    assert array.shape == ()
+
+
+@pytest.mark.parametrize(("value", "got"), NO_NUMBERS.values(), ids=NO_NUMBERS)
+@pytest.mark.parametrize("check", [as_numbers, real, positive, scalar, probabilities])
+def test_what_is_no_number_is_refused_in_one_line(check, value, got):
+    with pytest.raises(InputError, match="`rate` must be an array of real numbers") as caught:
+        check("rate", value)
+    assert got in str(caught.value)
+    assert str(caught.value).isprintable()
+    with pytest.raises(InputError, match="`rate` must be a whole number"):
+        whole("rate", value)
+
+
+def test_numbers_are_copied_and_large_whole_numbers_are_exact():
+    array = np.ones(2)
+    as_numbers("rate", array)[0] = 5.0
+    assert array.tolist() == [1.0, 1.0]
+    assert whole("total", np.int64(2**62 + 1)) == whole("total", torch.tensor(2**62 + 1)) == 2**62 + 1
+    with pytest.raises(InputError, match=r"`total` must be a whole number of at least 1 and below 2\^63"):
+        whole("total", 2**63)
+
+
+def test_an_array_that_cannot_fit_into_memory_is_refused():
+    huge = np.broadcast_to(1.0, (10**8, 10**8))
+    with pytest.raises(InputError, match="`rate` must be small enough"):
+        real("rate", huge)
+    with pytest.raises(InputError, match="`mu`, `v0` must be of a size that fits into memory"):
+        broadcast(mu=np.broadcast_to(1.0, (10**8, 1)), v0=np.broadcast_to(1.0, 10**8))
+    check_size("times", (1000, 1000))
+
+
+def test_a_message_is_one_short_line():
+    message = str(InputError("a\nb", "small", "x\x1b[2J" * 1000, "give\tless"))
+    assert message.isprintable()
+    assert len(message) < 600
+    assert message.startswith("`a\\nb` must be small, got x\\x1b[2J")
+    assert one_line("\udc80") == "\\udc80"
+    assert described("word " * 100) == "a str"
+    with pytest.raises(InputError, match="one of a, got a str; choose a known one"):
+        choice("kind", "b" * 10**6, {"a": 1})
+    with pytest.raises(InputError, match="`depths` must be a list of single values"):
+        distinct("depths", [[1], [2]])
 
 
 @pytest.mark.parametrize(
@@ -17,7 +131,7 @@ from joma.arguments import InputError, StateError, broadcast, choice, probabilit
         ([[1.0]], {"ndim": 1}, "1-dimensional", "shape (1, 1)"),
         ([-0.1], {"low": 0}, "at least 0", "-0.1"),
         ([2.0], {"high": 1}, "at most 1", "2"),
-        (["a"], {}, "an array of real numbers", "could not convert"),
+        (["a"], {}, "an array of real numbers", "strings"),
         ([1j], {}, "an array of real numbers", "complex numbers"),
         ([[1], [1, 2]], {}, "an array of real numbers", "inhomogeneous"),
     ],

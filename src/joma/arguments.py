@@ -7,13 +7,29 @@ attributes, and the command line prints them as one line and exits with code 2.
 from __future__ import annotations
 
 import functools
+import numbers
+import sys
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 T = TypeVar("T")
+
+MAX_WHOLE = 2**63 - 1  # the largest number of NumPy's and torch's default integers
+_MAX_GOT = 300  # characters of what was given that a message shows
+_TEMPORARIES = 8  # arrays of the size of the result that a formula may need at once
+_KINDS = {
+    "b": "booleans",
+    "c": "complex numbers",
+    "M": "dates",
+    "m": "durations",
+    "S": "bytes",
+    "T": "strings",
+    "U": "strings",
+    "V": "a structured array",
+}
 
 
 class InputError(ValueError):
@@ -32,11 +48,13 @@ class InputError(ValueError):
     ('p0', 'divide it by its sum')
     >>> print(problem)
     `p0` must sum to 1, got 1.1; divide it by its sum.
+
+    The message is one line: control characters are escaped, and a long `got` is shortened.
     """
 
     def __init__(self, name: str, expected: str, got: object, remedy: str, *, must: str = "be") -> None:
-        self.problem = f"`{name}` must {must} {expected}, got {got}"
-        super().__init__(f"{self.problem}; {remedy}.")
+        self.problem = one_line(f"`{name}` must {must} {expected}, got {_shortened(str(got))}")
+        super().__init__(f"{self.problem}; {one_line(remedy)}.")
         self.name, self.expected, self.got, self.remedy, self.must = name, expected, got, remedy, must
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,6 +83,25 @@ class StateError(RuntimeError):
         return type(self), (self.subject, self.required, self.remedy)
 
 
+def one_line(text: str) -> str:
+    """Return the text with everything that does not print, such as line breaks and control characters, escaped.
+
+    >>> one_line("a tensor called\\x1b[2J\\nμ")
+    'a tensor called\\\\x1b[2J\\\\nμ'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
+    )
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _MAX_GOT:
+        return text
+    return f"{text[: _MAX_GOT // 2]} … {text[-_MAX_GOT // 2 :]}"
+
+
 def short_reason(error: Exception) -> str:
     """Return the first line of an error's message, or the name of its type if it has none.
 
@@ -75,9 +112,78 @@ def short_reason(error: Exception) -> str:
     return message.splitlines()[0] if message else type(error).__name__
 
 
+def as_numbers(name: str, value: Any) -> np.ndarray:
+    """Return `value` as a new float64 array, or raise `InputError` if it is anything but real numbers.
+
+    Numbers are ints, floats, fractions, decimals, NumPy's numbers, and arrays or nested lists of them; also tensors of
+    any device (their values, without gradients), `xarray.DataArray`, and columns of pandas. Booleans are not numbers: a
+    mask in place of rates is a mistake. Neither are strings of digits, dates, complex numbers or masked entries.
+
+    >>> as_numbers("rate", [1, 0.5])
+    array([1. , 0.5])
+    >>> as_numbers("rate", ["1", "2"])
+    Traceback (most recent call last):
+    joma.arguments.InputError: `rate` must be an array of real numbers, got strings; pass numbers of one ... shape.
+    """
+    try:
+        array = np.asarray(_values(value))
+        problem = _no_numbers(value, array)
+        if problem is None:
+            with np.errstate(over="ignore"):  # a number beyond float64 becomes infinite
+                return array.astype(np.float64)
+    except MemoryError:
+        got = f"shape {np.shape(value)}"
+        raise InputError(name, "small enough for this machine's memory", got, "give fewer numbers") from None
+    except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError) as cause:
+        problem = short_reason(cause)
+    raise InputError(name, "an array of real numbers", problem, "pass numbers of one rectangular shape") from None
+
+
+def _values(value: Any) -> Any:
+    """Return a tensor's values as an array, also if it requires gradients, is on a GPU or has half precision."""
+    torch = sys.modules.get("torch")  # the theory does not import it, but whoever passes a tensor has
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    values = value.detach().cpu()
+    return (values.double() if values.is_floating_point() else values.resolve_conj()).numpy()
+
+
+def _no_numbers(value: Any, array: np.ndarray) -> str | None:
+    """Return what an array holds instead of real numbers, or None; `value` is what it was made from."""
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        return f"{np.ma.count_masked(value)} masked entries"
+    if isinstance(value, list | tuple):
+        problem = _no_numbers_inside(value)
+        if problem is not None:
+            return problem
+    if array.dtype.kind == "O":
+        strangers = (item for item in array.flat if not _is_real(item))
+        return next((f"a {type(item).__name__}" for item in strangers), None)
+    return _KINDS.get(array.dtype.kind)
+
+
+def _no_numbers_inside(items: Sequence[Any]) -> str | None:
+    """Return what NumPy would silently read as numbers in nested lists: booleans and masked entries."""
+    for item in items:
+        problem = None
+        if isinstance(item, bool | np.bool_):
+            problem = "booleans"
+        elif isinstance(item, list | tuple):
+            problem = _no_numbers_inside(item)
+        elif isinstance(item, np.ndarray):
+            problem = _no_numbers(item, np.asarray(item))
+        if problem is not None:
+            return problem
+    return None
+
+
+def _is_real(item: Any) -> bool:
+    return isinstance(item, numbers.Real | Decimal) and not isinstance(item, bool | np.bool_)
+
+
 def real(
     name: str,
-    value: ArrayLike,
+    value: Any,
     *,
     ndim: int | None = None,
     low: float = -np.inf,
@@ -87,7 +193,8 @@ def real(
 ) -> np.ndarray:
     """Return `value` as a float64 array, or raise `InputError`.
 
-    `low` and `high` are inclusive. `finite=False` lets infinities pass, never NaN.
+    `low` and `high` are inclusive. `finite=False` lets infinities pass, never NaN. `as_numbers` says what counts as
+    numbers.
 
     >>> real("rho", [0, 0.5, 1], low=0, high=1)
     array([0. , 0.5, 1. ])
@@ -95,13 +202,7 @@ def real(
     Traceback (most recent call last):
     joma.arguments.InputError: `rho` must be in [0, 1], got 1.5; give values inside the range.
     """
-    try:
-        array = np.asarray(value)
-        if np.iscomplexobj(array):
-            raise TypeError("complex numbers")
-        array = array.astype(np.float64)
-    except (TypeError, ValueError) as cause:
-        raise InputError(name, "an array of real numbers", cause, "pass numbers of one rectangular shape") from None
+    array = as_numbers(name, value)
     if not empty and array.size == 0:
         raise InputError(name, "non-empty", f"shape {array.shape}", "give at least one value")
     if ndim is not None and array.ndim != ndim:
@@ -116,7 +217,7 @@ def real(
     return array
 
 
-def positive(name: str, value: ArrayLike, *, ndim: int | None = None) -> np.ndarray:
+def positive(name: str, value: Any, *, ndim: int | None = None) -> np.ndarray:
     """Return `value` as a float64 array above zero, or raise `InputError`.
 
     >>> positive("sigma", 2)
@@ -128,9 +229,7 @@ def positive(name: str, value: ArrayLike, *, ndim: int | None = None) -> np.ndar
     return array
 
 
-def scalar(
-    name: str, value: ArrayLike, *, low: float = -np.inf, high: float = np.inf, above: float | None = None
-) -> float:
+def scalar(name: str, value: Any, *, low: float = -np.inf, high: float = np.inf, above: float | None = None) -> float:
     """Return `value` as one finite float in [low, high], and greater than `above` if that is given.
 
     >>> scalar("temperature", 0.5, above=0.0)
@@ -151,7 +250,7 @@ def _interval(low: float, high: float) -> str:
     return f"at most {high:g}" if np.isinf(low) else f"in [{low:g}, {high:g}]"
 
 
-def probabilities(name: str, value: ArrayLike, *, axis: int = -1, ndim: int | None = None) -> np.ndarray:
+def probabilities(name: str, value: Any, *, axis: int = -1, ndim: int | None = None) -> np.ndarray:
     """Return `value` as float64, checked to be non-negative and to sum to one along `axis`.
 
     >>> probabilities("p0", [0.5, 0.6])
@@ -159,7 +258,10 @@ def probabilities(name: str, value: ArrayLike, *, axis: int = -1, ndim: int | No
     joma.arguments.InputError: `p0` must sum to 1, got 1.1; divide it by its sum.
     """
     array = real(name, value, low=0.0, ndim=ndim)
-    sums = array.sum(axis=axis)
+    if array.ndim == 0:
+        raise InputError(name, "at least 1-dimensional", "one number", "give one probability for each case")
+    with np.errstate(over="ignore"):
+        sums = array.sum(axis=axis)
     if np.abs(sums - 1).max() > 1e-9:
         low, high = f"{sums.min():.6g}", f"{sums.max():.6g}"
         got = low if low == high else f"sums from {low} to {high}"
@@ -173,13 +275,42 @@ def whole(name: str, value: Any, *, low: int = 1, high: int | None = None) -> in
     >>> whole("depth", 3)
     3
     """
-    number = np.asarray(value)
     bounds = f"a whole number of at least {low}" if high is None else f"a whole number in [{low}, {high}]"
-    if number.ndim or number.dtype.kind not in "iuf" or not np.isfinite(number) or number != int(number):
-        raise InputError(name, bounds, repr(value), "give one whole number")
-    if number < low or (high is not None and number > high):
-        raise InputError(name, bounds, repr(value), "give a number inside the range")
+    number = value if type(value) is int else _whole_number(name, value, bounds)
+    limit = MAX_WHOLE if high is None else high
+    if number < low or number > limit:
+        bounds = bounds if number < low or high is not None else f"{bounds} and below 2^63"
+        raise InputError(name, bounds, number, "give a number inside the range")
+    return number
+
+
+def _whole_number(name: str, value: Any, bounds: str) -> int:
+    try:
+        array = np.asarray(_values(value))
+        if array.ndim == 0 and array.dtype.kind in "iu":  # not by way of float64, which rounds above 2^53
+            return int(array)
+        number = as_numbers(name, value)
+    except (InputError, TypeError, ValueError, RuntimeError):
+        number = np.asarray(np.nan)
+    if number.ndim or not np.isfinite(number) or number != np.rint(number):
+        raise InputError(name, bounds, described(value), "give one whole number")
     return int(number)
+
+
+def described(value: Any) -> str:
+    """Return what a value is, for a message: arrays by shape and type, short values as they are written.
+
+    >>> described(np.zeros((2, 3))), described("3"), described(None)
+    ('an ndarray of float64 and shape (2, 3)', "'3'", 'None')
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
+        return f"{_with_article(type(value).__name__)} of {value.dtype} and shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 and text.isprintable() else _with_article(type(value).__name__)
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[:1].lower() in 'aeio' or noun == 'ndarray' else 'a'} {noun}"
 
 
 def choice(name: str, value: str, table: Mapping[str, T]) -> T:
@@ -191,7 +322,7 @@ def choice(name: str, value: str, table: Mapping[str, T]) -> T:
     """
     if isinstance(value, str) and value in table:
         return table[value]
-    raise InputError(name, f"one of {', '.join(table)}", repr(value), _nearest(value, list(table)))
+    raise InputError(name, f"one of {', '.join(table)}", described(value), _nearest(value, list(table)))
 
 
 def distinct(name: str, values: Sequence[T], *, least: int = 1) -> list[T]:
@@ -201,7 +332,11 @@ def distinct(name: str, values: Sequence[T], *, least: int = 1) -> list[T]:
     Traceback (most recent call last):
     joma.arguments.InputError: `depths` must be at least 1 value, each once, got (1, 2, 1); give each value once.
     """
-    if len(values) < least or len({*values}) < len(values):
+    try:
+        repeated = len({*values}) < len(values)
+    except TypeError:  # no sequence, or values that cannot be compared
+        raise InputError(name, "a list of single values", described(values), "give each value once") from None
+    if len(values) < least or repeated:
         expected = f"at least {least} value{'s' * (least != 1)}, each once" if least else "different values"
         raise InputError(name, expected, values or "none", "give each value once")
     return list(values)
@@ -210,7 +345,7 @@ def distinct(name: str, values: Sequence[T], *, least: int = 1) -> list[T]:
 def _nearest(value: object, known: list[str]) -> str:
     import difflib  # only the error path needs it
 
-    close = difflib.get_close_matches(str(value), known, n=1)
+    close = difflib.get_close_matches(value[:100] if isinstance(value, str) else "", known, n=1)
     return f"did you mean {close[0]!r}" if close else "choose a known one"
 
 
@@ -221,14 +356,30 @@ def broadcast(**arrays: np.ndarray) -> tuple[int, ...]:
     (3,)
     """
     try:
-        return np.broadcast_shapes(*(array.shape for array in arrays.values()))
+        shape = np.broadcast_shapes(*(array.shape for array in arrays.values()))
     except ValueError:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
         names = "`, `".join(arrays)
         raise InputError(names, "of shapes that broadcast together", shapes, "align them from the right") from None
+    check_size("`, `".join(arrays), shape)
+    return shape
 
 
-def aligned(**arrays: ArrayLike) -> list[np.ndarray]:
+def check_size(name: str, shape: Sequence[int]) -> None:
+    """Raise `InputError` if a formula over arrays of `shape` cannot fit into the memory of this machine.
+
+    >>> check_size("times", (10**9, 10**9))
+    Traceback (most recent call last):
+    joma.arguments.InputError: `times` must be of a size that fits into memory, got shape (1000000000, 1000000000); ...
+    """
+    try:
+        np.empty((_TEMPORARIES, *shape))  # asks the system for memory, and does not use it
+    except (MemoryError, ValueError):
+        expected, remedy = "of a size that fits into memory", "give fewer values at once"
+        raise InputError(name, expected, f"shape {tuple(shape)}", remedy) from None
+
+
+def aligned(**arrays: Any) -> list[np.ndarray]:
     """Return the named arrays as float64, broadcast to their common shape of at least one axis.
 
     >>> aligned(mu=[1.0, 2.0], v0=0.5)
