@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from joma.arguments import InputError
+from joma.arguments import MAX_WHOLE, InputError, described, scalar, whole
 
 _WORD = 0xFFFFFFFF  # the largest 32-bit word, and the mask that reduces a number modulo 2³²
+MAX_KEYS = 2**20  # of one call of `split`
 # The second multiplier is above 2³¹; modulo 2³² the negative number is the same.
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B - 2**32
 
@@ -32,10 +34,25 @@ def check_generators(generators: Sequence[torch.Generator]) -> Sequence[torch.Ge
     >>> len(check_generators([torch.Generator().manual_seed(seed) for seed in range(3)]))
     3
     """
-    if not generators or not all(isinstance(generator, torch.Generator) for generator in generators):
+    is_list = isinstance(generators, Sequence) and len(generators) > 0
+    if not is_list or not all(isinstance(generator, torch.Generator) for generator in generators):
         remedy = "pass `[torch.Generator().manual_seed(seed) for seed in seeds]`"
-        raise InputError("generators", "one torch.Generator for each seed", generators, remedy)
+        raise InputError("generators", "one torch.Generator for each seed", described(generators), remedy)
     return generators
+
+
+def check_generator(generator: torch.Generator | None) -> torch.Generator:
+    """Return `generator`, or a new one with seed 0 for None; raise `InputError` for anything else.
+
+    >>> check_generator(None).initial_seed()
+    0
+    """
+    if generator is None:
+        return torch.Generator().manual_seed(0)
+    if not isinstance(generator, torch.Generator):
+        remedy = "pass `torch.Generator().manual_seed(seed)`"
+        raise InputError("generator", "a torch.Generator", described(generator), remedy)
+    return generator
 
 
 def key(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
@@ -48,13 +65,15 @@ def key(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
     >>> key(torch.tensor([0, 7]), 3)[:, 1].equal(key(torch.tensor([7]), 3)[:, 0])
     True
     """
-    if seeds.ndim != 1 or seeds.is_floating_point():
-        got = f"{seeds.dtype} of shape {tuple(seeds.shape)}"
-        raise InputError("seeds", "one whole number for each seed", got, "pass `torch.tensor(seeds)`")
-    if isinstance(step, Tensor) and (step.ndim or step.is_floating_point()):
-        got = f"{step.dtype} of shape {tuple(step.shape)}"
-        raise InputError("step", "one whole number", got, "pass an int or a tensor without axes")
-    seeds, step = seeds.long(), step.long() if isinstance(step, Tensor) else step
+    if not _is_whole(seeds) or seeds.ndim != 1:
+        raise InputError("seeds", "one whole number for each seed", described(seeds), "pass `torch.tensor(seeds)`")
+    if isinstance(step, Tensor):
+        if not _is_whole(step) or step.ndim:
+            raise InputError("step", "one whole number", described(step), "pass an int or a tensor without axes")
+        step = step.long()
+    else:
+        step = whole("step", step, low=-MAX_WHOLE - 1)
+    seeds = seeds.long()
     words = torch.compile(_words) if seeds.is_cuda else _words  # on CUDA, one launch instead of fifty
     return words(seeds, step)
 
@@ -65,6 +84,7 @@ def split(key: Int[Tensor, "2 seed"], count: int) -> Int[Tensor, "{count} 2 seed
     >>> split(key(torch.tensor([7]), 3), 4).unique().numel()
     8
     """
+    key, count = _check_key(key), whole("count", count, high=MAX_KEYS)
     words = _fold(key, _WORD).expand(count, *key.shape).clone()
     return _fold(words, torch.arange(count, device=key.device)[:, None, None])
 
@@ -80,7 +100,10 @@ def uniform(shape: Sequence[int], *, key: Int[Tensor, "2 seed"], site: int) -> F
     >>> uniform((2,), key=key(torch.tensor([7]), 3), site=1)
     tensor([[0.1798, 0.8655]])
     """
-    return (_bits(shape, key, site) >> 8).float() * 2.0**-24
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise InputError("shape", "a sequence of whole numbers", described(shape), "pass `tuple(x.shape[1:])`")
+    sizes = tuple(whole("shape", size, low=0) for size in shape)
+    return (_bits(sizes, _check_key(key), site) >> 8).float() * 2.0**-24
 
 
 def dropout(x: Float[Tensor, "seed ..."], p: float, *, key: Int[Tensor, "2 _"], site: int) -> Tensor:
@@ -95,8 +118,12 @@ def dropout(x: Float[Tensor, "seed ..."], p: float, *, key: Int[Tensor, "2 _"], 
     >>> dropout(torch.ones(1, 6), 0.5, key=key(torch.tensor([7]), 3), site=1)
     tensor([[0., 2., 0., 0., 0., 2.]])
     """
+    p = p if type(p) is float else scalar("p", p)
     if not 0.0 <= p < 1.0:
         raise InputError("p", "in [0, 1)", p, "give the probability of dropping an element")
+    key = _check_key(key)
+    if not isinstance(x, Tensor) or x.ndim == 0 or not x.is_floating_point():
+        raise InputError("x", "floating [seed, ...]", described(x), "pass activations with the seed's axis first")
     if len(x) != key.shape[1]:
         raise InputError("key", f"of {len(x)} seeds, like x", key.shape[1], "create it from the same seeds, in order")
     retained = _bits(x.shape[1:], key, site) >= round(p * 2**32)
@@ -106,12 +133,25 @@ def dropout(x: Float[Tensor, "seed ..."], p: float, *, key: Int[Tensor, "2 _"], 
 def _bits(shape: Sequence[int], key: Int[Tensor, "2 seed"], site: int) -> Int[Tensor, "seed ..."]:
     """Return 32 random bits for each element: its number within the seed, keyed twice and mixed twice."""
     count = math.prod(shape)
+    site = site if type(site) is int and abs(site) <= MAX_WHOLE else whole("site", site, low=-MAX_WHOLE - 1)
     if count > _WORD:
         raise InputError("shape", "of at most 2³² elements for each seed", tuple(shape), "use several sites")
     first, second = _fold(key, site)[:, :, None]
     words = torch.arange(count, device=key.device) ^ first
     words = _mix(_mix(words).bitwise_xor_(second))
     return words.view(-1, *shape)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    )
+
+
+def _check_key(key: Any) -> Int[Tensor, "2 seed"]:
+    if not _is_whole(key) or key.dtype != torch.int64 or key.ndim != 2 or key.shape[0] != 2:
+        raise InputError("key", "two words for each seed, [2, seed]", described(key), "create it with `joma.noise.key`")
+    return key
 
 
 def _words(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:

@@ -14,7 +14,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from joma.arguments import whole
+from joma.arguments import InputError, described, whole
+
+MAX_STEPS = 10**7  # of one schedule
 
 
 def every(interval: int, total: int) -> tuple[int, ...]:
@@ -28,6 +30,9 @@ def every(interval: int, total: int) -> tuple[int, ...]:
     (0, 4, 8, 10)
     """
     interval, total = whole("interval", interval), whole("total", total, low=0)
+    if total // interval > MAX_STEPS:
+        expected = f"such that there are at most {MAX_STEPS} steps"
+        raise InputError("interval", expected, f"{total // interval}", "give a longer interval")
     return tuple(sorted({*range(0, total + 1, interval), total}))
 
 
@@ -43,9 +48,9 @@ def logarithmic(count: int, total: int) -> tuple[int, ...]:
     >>> logarithmic(6, 1000)
     (0, 3, 15, 62, 250, 1000)
     """
-    count, total = whole("count", count, low=2), whole("total", total, low=0)
-    spaced = np.expm1(np.linspace(0.0, np.log1p(total), count))
-    return tuple(sorted({0, *np.rint(spaced).astype(int).tolist(), total}))
+    count, total = whole("count", count, low=2, high=MAX_STEPS), whole("total", total, low=0)
+    spaced = np.minimum(np.expm1(np.linspace(0.0, np.log1p(total), count)), float(total))
+    return tuple(sorted({0, *(min(round(step), total) for step in spaced.tolist()), total}))
 
 
 def listed(steps: Iterable[int], total: int) -> tuple[int, ...]:
@@ -59,4 +64,6 @@ def listed(steps: Iterable[int], total: int) -> tuple[int, ...]:
     (0, 2, 5, 10)
     """
     total = whole("total", total, low=0)
+    if not isinstance(steps, Iterable) or isinstance(steps, str | bytes):
+        raise InputError("steps", "steps in any order", described(steps), "give a list of whole numbers")
     return tuple(sorted({0, total, *(whole("steps", step, low=0, high=total) for step in steps)}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 
 import jaxtyping
+import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -391,8 +392,14 @@ def test_tensors_inside_vmap_are_refused():
 @pytest.mark.parametrize("name", ["query", "key", "mask"])
 def test_an_argument_that_is_no_tensor_is_named(name, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside the tests
-    with pytest.raises(InputError, match=f"`{name}` must be a tensor, got list; pass what you pass to attention"):
-        attention_entropy(**{"query": Q, "key": Q, name: [1]})
+    with pytest.raises(InputError, match=f"`{name}` must be a tensor, got a dict .*; pass what you pass to attention"):
+        attention_entropy(**{"query": Q, "key": Q, name: {}})
+
+
+def test_arrays_are_measured_like_tensors():
+    mask = np.tri(Q.shape[-2], dtype=bool)
+    expected = attention_entropy(Q, Q, mask=torch.from_numpy(mask))
+    assert torch.equal(attention_entropy(Q.numpy(), Q.numpy(), mask=mask), expected)
 
 
 @settings(max_examples=20)

@@ -47,5 +47,7 @@ def test_missing_axes_and_positions_are_named(states, axes, positions):
 
 
 def test_whole_numbers_are_refused():
-    with pytest.raises(InputError, match=r"`x` must be numbers of a floating-point type, got torch\.int64; give y, or"):
+    with pytest.raises(
+        InputError, match=r"`x` must be numbers of a floating-point type, got torch\.int64 of shape \(2,\); give y"
+    ):
         floating("x", [1, 2], "give y")

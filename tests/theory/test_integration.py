@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from joma.arguments import InputError
+from joma.theory import flows, growth, integration
 from joma.theory.integration import METHODS, IntegrationError, Solver, integrate
 
 
@@ -81,6 +82,63 @@ def test_an_unrounded_kink_stops_every_method(method):
         integrate(jump, 2.0, 5.0, Solver(method=method, max_evaluations=20_000))
 
 
+@pytest.mark.parametrize("method", [None, "Radau"])
+@pytest.mark.parametrize("end", [1e30, 1e300])
+def test_rest_is_no_blow_up_however_late(method, end):
+    """At rest the slope is rounding, which at late times looks like growth within a fraction of t."""
+    mu = np.array([1.0, 2.0, -1.5])
+    solution = flows.nonlinear(mu, [1.0, end], solver=Solver(method=method, switch_after=2000))
+    assert solution.blow_up == np.inf
+    np.testing.assert_allclose(solution.states, growth.nonlinear(mu, [1.0, end]), rtol=1e-9)
+
+
+def test_growth_at_late_times_is_followed():
+    solution = flows.linear(1e-300, [1e300, 1e301])
+    np.testing.assert_allclose(solution.states, growth.linear([1e-300], [1e300]), rtol=1e-9)
+    np.testing.assert_allclose(solution.blow_up, growth.blow_up_time(1e-300), rtol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-280, 1e-120, 1e-60, 1e60, 1e120, 1e300])
+def test_the_scale_of_time_changes_nothing(scale):
+    """A flow that is slower by a factor reaches the same states later by that factor, to the same accuracy."""
+    delta, times = np.array([0.9, 0.7, -0.3]), np.array([0.1, 0.5, 1.2, 3.0])
+    solution = flows.linear(delta / scale, times * scale)
+    np.testing.assert_allclose(solution.states, growth.linear(delta, times[:3]), rtol=1e-9)
+    np.testing.assert_allclose(solution.blow_up / scale, growth.blow_up_time(delta)[0], rtol=1e-9)
+
+
+def test_times_too_far_apart_are_refused():
+    with pytest.raises(InputError, match="`times` must be within 290 orders of magnitude"):
+        flows.linear(1e-300, [1e-10, 1e300])
+
+
+def test_work_is_bounded_for_every_size_and_method(monkeypatch):
+    """Without `max_evaluations` the number of evaluations falls with the size of the state and is the same anywhere."""
+    monkeypatch.setattr(integration, "MAX_WORK", 4000)
+    counts = {}
+    for method in METHODS:
+        for size in (1, 2000):
+            calls = []
+
+            def rhs(t, v, calls=calls):
+                calls.append(t)
+                return jump(t, v)
+
+            with pytest.raises(IntegrationError, match="round jumps") as stall:
+                integrate(rhs, np.full(size, 2.0), 5.0, Solver(method=method, switch_after=1000))
+            assert 0 <= stall.value.time < 5.0
+            counts[method, size] = len(calls)
+    assert counts["DOP853", 1] <= 4002
+    assert counts["DOP853", 2000] <= 2001  # an evaluation costs twice as much; Radau does not take over
+    assert counts["Radau", 2000] == 501  # the least, which is less than one Jacobian
+
+
+def test_an_evaluation_of_many_numbers_counts_for_more(monkeypatch):
+    monkeypatch.setattr(integration, "MAX_WORK", 4000)
+    with pytest.raises(IntegrationError, match="after 1000 evaluations"):
+        integrate(jump, 2.0, 5.0, Solver(switch_after=10**6), numbers=6000)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -93,6 +151,10 @@ def test_an_unrounded_kink_stops_every_method(method):
         ),
         (lambda: integrate(lambda _, y: y / 0 * 0, np.ones(2), 1.0), "`rhs` must be finite at the start"),
         (lambda: integrate(lambda _, y: y, 1e9, 1.0, Solver(bound=1e3)), "`y0` must be below `bound`"),
+        (
+            lambda: integrate(lambda _, y: -y, np.ones(10**6), 1.0, Solver(method="Radau")),
+            "`y0` must be of a size that fits into memory",
+        ),
     ],
 )
 def test_bad_input_is_named(call, message):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from joma.arguments import InputError, scalar
+from joma.probes.states import check_expanded, floating
+from joma.tensors import as_tensor
 
 TOLERANCE = 1e-5  # above the float32 rounding of a padding token's activation, far below what a unit learns
 
 
 def latent_alignment(
-    latent: Tensor,
-    hidden: Tensor,
+    latent: ArrayLike | Tensor,
+    hidden: ArrayLike | Tensor,
     *,
-    present: Tensor | None = None,
-    weight: Tensor | None = None,
+    present: ArrayLike | Tensor | None = None,
+    weight: ArrayLike | Tensor | None = None,
     absolute: bool = False,
     tolerance: float = TOLERANCE,
 ) -> Tensor:
@@ -50,20 +55,23 @@ def latent_alignment(
     tensor([1.0000, 0.5774, nan], dtype=torch.float64)
     """
     share = scalar("tolerance", tolerance, low=0.0, high=1.0)
-    _check_shapes(latent, hidden, present)
+    latent, hidden = _real("latent", latent), floating("hidden", hidden, "pass activations")
+    exists = None if present is None else _real("present", present)
+    _check_shapes(latent, hidden, exists)
     y = latent.detach().double()
     if not y.isfinite().all():
         got = f"{int((~y.isfinite()).sum())} values that are not finite"
         raise InputError("latent", "finite", got, "drop those samples first")
-    h = (hidden.detach() if hidden.ndim == latent.ndim else _max_over_positions(hidden.detach(), present)).double()
-    w = _weights(weight, y.shape[:-1], y.device)
+    h = (hidden.detach() if hidden.ndim == latent.ndim else _max_over_positions(hidden.detach(), exists)).double()
+    share_of = None if weight is None else _real("weight", weight)
+    w = _weights(share_of, y.shape[:-1], y.device)
     y, h = (values.masked_fill(w[..., None] == 0, 0) for values in (y, h))  # so that 0 · NaN is 0
     correlation = _correlation(y, h, w, share)
     best = (correlation.abs() if absolute else correlation).amax(dim=-1)
     return best.masked_fill(_range(y, w) == 0, torch.nan)
 
 
-def mean_alignment(aligned: Tensor) -> Tensor:
+def mean_alignment(aligned: ArrayLike | Tensor) -> Tensor:
     """Return the mean of `latent_alignment` over the latents that vary, the entry of JoMA's Table 1.
 
         Ā = (1/n) Σ_{l: A_l not NaN} A_l,    n the number of such latents
@@ -77,10 +85,20 @@ def mean_alignment(aligned: Tensor) -> Tensor:
     >>> mean_alignment(torch.tensor([[1.0, 0.5, torch.nan], [0.5, 0.5, 0.5]]))
     tensor([0.7500, 0.5000])
     """
-    if aligned.ndim == 0 or not aligned.is_floating_point():
-        got = f"{aligned.dtype} of shape {tuple(aligned.shape)}"
-        raise InputError("aligned", "real numbers [*seed, latent]", got, "pass what `latent_alignment` returns")
-    return aligned.nanmean(dim=-1)
+    expected, remedy = "real numbers [*seed, latent]", "pass what `latent_alignment` returns"
+    table = floating("aligned", aligned, remedy, expected=expected)
+    if table.ndim == 0:
+        raise InputError("aligned", expected, f"{table.dtype} of shape ()", remedy)
+    return table.nanmean(dim=-1)
+
+
+def _real(name: str, value: Any) -> Tensor:
+    """Return booleans, whole or floating-point numbers as a tensor."""
+    tensor = as_tensor(name, value, expected="real numbers", remedy="give numbers, in rows of one length")
+    if tensor.is_complex():
+        raise InputError(name, "real numbers", tensor.dtype, "take their absolute values or real parts")
+    check_expanded(name, tensor)
+    return tensor
 
 
 def _correlation(
@@ -150,8 +168,6 @@ def _check_shapes(latent: Tensor, hidden: Tensor, present: Tensor | None) -> Non
         axes = ", ".join(map(str, lead))
         expected = f"[{axes}, position, unit] or [{axes}, unit] and non-empty, as `latent` is [{axes}, latent]"
         raise InputError("hidden", expected, got, "give both for the same seeds and samples")
-    if not hidden.is_floating_point():
-        raise InputError("hidden", "of a floating-point type", hidden.dtype, "pass activations")
     if present is None:
         return
     if hidden.ndim == latent.ndim or present.shape != hidden.shape[:-1] or present.dtype != torch.bool:

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from joma.arguments import InputError, choice, scalar
 from joma.kernels.entropy_blocks import visible_keys
 from joma.kernels.entropy_choice import PRECISIONS, entropy_rows
 from joma.kernels.entropy_scores import Scores
-
-_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from joma.probes.states import check_expanded, floating
+from joma.tensors import FLOATS, as_tensor, axis
 
 
 class AttentionRows(NamedTuple):
@@ -27,7 +28,7 @@ class AttentionRows(NamedTuple):
     largest: Tensor  # the largest weight
 
 
-def shannon_entropy(p: Tensor, dim: int = -1) -> Tensor:
+def shannon_entropy(p: ArrayLike | Tensor, dim: int = -1) -> Tensor:
     """Return the entropy H = −Σ p ln p of probabilities along `dim`, with 0 ln 0 = 0.
 
     Args:
@@ -41,6 +42,8 @@ def shannon_entropy(p: Tensor, dim: int = -1) -> Tensor:
     >>> shannon_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0], [torch.nan, 0.0]]))
     tensor([0.6931, 0.0000,    nan])
     """
+    p = floating("p", p, "pass probabilities")
+    dim = axis("dim", dim, p)
     sums = p.sum(dim=dim)
     defined_sums, defined_p = sums, p
     if not torch.isfinite(sums).all():
@@ -53,11 +56,11 @@ def shannon_entropy(p: Tensor, dim: int = -1) -> Tensor:
 
 
 def attention_entropy(
-    query: Tensor,
-    key: Tensor,
+    query: ArrayLike | Tensor,
+    key: ArrayLike | Tensor,
     *,
     causal: bool = False,
-    mask: Tensor | None = None,
+    mask: ArrayLike | Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     precision: str = "highest",
@@ -96,11 +99,11 @@ def attention_entropy(
 
 
 def attention_rows(
-    query: Tensor,
-    key: Tensor,
+    query: ArrayLike | Tensor,
+    key: ArrayLike | Tensor,
     *,
     causal: bool = False,
-    mask: Tensor | None = None,
+    mask: ArrayLike | Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     precision: str = "highest",
@@ -138,7 +141,7 @@ def attention_rows(
     return AttentionRows(entropy, relative, effective_tokens(entropy), largest)
 
 
-def effective_tokens(entropy: Tensor) -> Tensor:
+def effective_tokens(entropy: ArrayLike | Tensor) -> Tensor:
     """Return exp(H), the number of tokens over which uniform attention has the same entropy.
 
     Args:
@@ -150,10 +153,10 @@ def effective_tokens(entropy: Tensor) -> Tensor:
     >>> effective_tokens(torch.tensor([0.0, 0.6931472]))
     tensor([1., 2.])
     """
-    return entropy.exp()
+    return floating("entropy", entropy, "pass what `attention_entropy` returns").exp()
 
 
-def mean_entropy(entropy: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+def mean_entropy(entropy: ArrayLike | Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     """Return the mean of row entropies over the rows that are defined.
 
         H̄ = (1/n) Σ_{i: H_i not NaN} H_i,    n the number of such rows
@@ -168,10 +171,15 @@ def mean_entropy(entropy: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     >>> mean_entropy(torch.tensor([[1.0, 0.5, torch.nan], [0.5, 0.5, 0.5]]))
     tensor([0.7500, 0.5000])
     """
-    if not entropy.is_floating_point() or entropy.ndim == 0:
-        got = f"{entropy.dtype} of shape {tuple(entropy.shape)}"
-        raise InputError("entropy", "row entropies [*batch, query]", got, "pass what `attention_entropy` returns")
-    return entropy.nanmean(dim=dim)
+    expected, remedy = "row entropies [*batch, query]", "pass what `attention_entropy` returns"
+    rows = floating("entropy", entropy, remedy, expected=expected)
+    if rows.ndim == 0:
+        raise InputError("entropy", expected, f"{rows.dtype} of shape ()", remedy)
+    axes = dim if isinstance(dim, tuple | list) else (dim,)
+    checked = {axis("dim", number, rows) % rows.ndim for number in axes}
+    if len(checked) < max(1, len(axes)):
+        raise InputError("dim", "axes, each once", axes, "give at least one, and none of them twice")
+    return rows.nanmean(dim=sorted(checked))
 
 
 class _Batches(NamedTuple):
@@ -192,10 +200,18 @@ class _Batches(NamedTuple):
 
 
 def _batches(
-    query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None, *, grouped: bool
+    queries: ArrayLike | Tensor,
+    keys: ArrayLike | Tensor,
+    causal: bool,
+    visible: ArrayLike | Tensor | None,
+    scale: float | None,
+    *,
+    grouped: bool,
 ) -> _Batches:
     """Check the arguments and split them into batches of four axes: [batch, head, length, dim]."""
-    _check_tensors(query, key, mask)
+    query, key = _plain("query", queries), _plain("key", keys)
+    mask = None if visible is None else _plain("mask", visible)
+    _check_tensors(query, key)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     if type(factor) is not float or not math.isfinite(factor):
         factor = scalar("scale", factor)
@@ -256,19 +272,21 @@ def _nth(tensor: Tensor, n: int) -> Tensor:
     return tensor[(None,) * (4 - tensor.ndim)]
 
 
-def _check_tensors(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
-    for name, tensor in (("query", query), ("key", key), ("mask", mask)):
-        if tensor is None and name == "mask":
-            continue
-        if not isinstance(tensor, Tensor):
-            raise InputError(name, "a tensor", type(tensor).__name__, "pass what you pass to attention")
-        if tensor.is_nested:
-            raise InputError(name, "a plain tensor", "a nested one", "pad it and hide the padding with `mask`")
-        if _inside_vmap(tensor):
-            remedy = "pass the mapped axis as a leading axis, without vmap"
-            raise InputError(name, "a plain tensor", "one inside vmap", remedy)
+def _plain(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor) and value.is_nested:
+        raise InputError(name, "a plain tensor", "a nested one", "pad it and hide the padding with `mask`")
+    tensor = as_tensor(name, value, expected="a tensor", remedy="pass what you pass to attention")
+    if _inside_vmap(tensor):
+        remedy = "pass the mapped axis as a leading axis, without vmap"
+        raise InputError(name, "a plain tensor", "one inside vmap", remedy)
+    if name != "mask":  # a mask is never copied
+        check_expanded(name, tensor)
+    return tensor
+
+
+def _check_tensors(query: Tensor, key: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key)):
-        if tensor.dtype not in _TYPES:
+        if tensor.dtype not in FLOATS:
             raise InputError(name, "of float16, bfloat16, float32 or float64", tensor.dtype, "convert it first")
         if tensor.ndim < 2 or tensor.shape[-1] == 0:
             got = f"shape {tuple(tensor.shape)}"
@@ -313,7 +331,7 @@ def _leading_axes(query: torch.Size, key: torch.Size, grouped: bool) -> tuple[tu
 
 
 def _expanded(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    if mask.dtype != torch.bool and mask.dtype not in _TYPES:
+    if mask.dtype != torch.bool and mask.dtype not in FLOATS:
         raise InputError("mask", "boolean or floating", mask.dtype, "pass True where a key is visible, or a bias")
     if mask.device != device:
         raise InputError("mask", f"on {device}, as `query`", mask.device, "move it there")

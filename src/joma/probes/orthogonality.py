@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from joma.arguments import InputError
 from joma.kernels.cosines import cosine_sums
+from joma.probes.states import floating
 
 
 class Orthogonality(NamedTuple):
@@ -26,7 +28,7 @@ class Orthogonality(NamedTuple):
     excess: Tensor  # mean square cosine times dim: 1 for random directions, 0 for orthogonal vectors
 
 
-def cosine_orthogonality(vectors: Tensor, *, centred: bool = False) -> Orthogonality:
+def cosine_orthogonality(vectors: ArrayLike | Tensor, *, centred: bool = False) -> Orthogonality:
     """Return the size of the cosines between different vectors: 0 for orthogonal ones.
 
         c_ij = x_i·x_j / (‖x_i‖ ‖x_j‖),    mean |c|, √(mean c²) and max |c| over pairs i ≠ j
@@ -46,13 +48,14 @@ def cosine_orthogonality(vectors: Tensor, *, centred: bool = False) -> Orthogona
     >>> cosines.largest, cosines.excess
     (tensor(0., dtype=torch.float64), tensor(0., dtype=torch.float64))
     """
-    if not vectors.is_floating_point() or vectors.ndim < 2 or vectors.numel() == 0:
-        got = f"{vectors.dtype} of shape {tuple(vectors.shape)}"
-        expected = "floating [*batch, vector, dim] and non-empty"
-        raise InputError("vectors", expected, got, "pass embeddings or hidden states")
-    x = vectors.detach().flatten(0, -3) if vectors.ndim > 2 else vectors.detach()[None]
+    expected, remedy = "floating [*batch, vector, dim] and non-empty", "pass embeddings or hidden states"
+    x = floating("vectors", vectors, remedy, expected=expected).detach()
+    if x.ndim < 2 or x.numel() == 0:
+        raise InputError("vectors", expected, f"{x.dtype} of shape {tuple(x.shape)}", remedy)
+    lead = x.shape[:-2]
+    x = x.flatten(0, -3) if x.ndim > 2 else x[None]
     fields = torch.stack([_measure(matrix, centred) for matrix in x], dim=-1)
-    return Orthogonality(*fields.view(5, *vectors.shape[:-2]))
+    return Orthogonality(*fields.view(5, *lead))
 
 
 def _measure(x: Float[Tensor, "vector dim"], centred: bool) -> Float[Tensor, " five"]:

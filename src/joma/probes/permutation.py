@@ -15,7 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from joma.arguments import InputError, whole
+from joma import memory
+from joma.arguments import InputError, described, whole
+from joma.noise import check_generator
 from joma.probes.states import nan_where
 from joma.tensors import as_tensor
 
@@ -94,11 +96,15 @@ def permutation_gap(
     (True, tensor(0.8593, dtype=torch.float64))
     """
     samples, inputs = whole("samples", samples), whole("inputs", inputs, low=2)
+    if not callable(model):
+        raise InputError("model", "a callable from tokens to logits", described(model), "pass a module or a function")
     _check_dropout(model)
     sequences = _sequences(tokens).to(_device(model))
+    for name, count in {"samples": samples, "inputs": inputs}.items():
+        memory.check(name, 16 * count * sequences.numel(), "give a smaller number")
     vocabulary_size = _vocabulary(model) if vocabulary is None else whole("vocabulary", vocabulary)
     _check_range(sequences, vocabulary_size)
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    generator = check_generator(generator)
     with torch.no_grad():
         output = _deterministic_output(model, sequences[:1])
         batch = max(1, MAX_LOGITS // (output.numel() * sequences.shape[1]))

@@ -14,8 +14,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from joma.arguments import scalar, whole
+from joma.noise import check_generator
 from joma.probes.states import checked_states, nan_where, split_diverged
 
+MAX_NULLS = 10**6
 TIE = 1e-9  # cosines that differ by less count as equal
 
 
@@ -126,7 +128,7 @@ def adjacency(states: ArrayLike | Tensor, *, nulls: int = 100, generator: torch.
 
     Args:
         states: [*lead, sample, position, width], at least 3 positions.
-        nulls: number of random orders.
+        nulls: number of random orders, at most a million.
         generator: on the CPU, draws the random orders; if not given, a new one with seed 0.
 
     Returns:
@@ -140,8 +142,8 @@ def adjacency(states: ArrayLike | Tensor, *, nulls: int = 100, generator: torch.
     """
     x, diverged = split_diverged(checked_states(states, axes=3, positions=3).double(), axes=3)
     x = torch.nn.functional.normalize(x, dim=-1)
-    nulls = whole("nulls", nulls)
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    nulls = whole("nulls", nulls, high=MAX_NULLS)
+    generator = check_generator(generator)
     cosine, positions = x @ x.mT, x.shape[-2]
     null = []
     for _ in range(nulls):

@@ -20,11 +20,13 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 from scipy.special import betaincinv
 from torch import Tensor
 
 from joma.arguments import InputError, scalar, whole
 from joma.kernels.products import exact_products, thin_product
+from joma.probes.states import floating
 
 _MAX_SQUARED = 256  # rows up to which A itself is squared
 _SQUARINGS, _SQUARINGS_PER_SCALING = 16, 4
@@ -43,13 +45,13 @@ class Bounds(NamedTuple):
     upper: Tensor
 
 
-def stable_rank(weight: Tensor, *, tolerance: float = 2e-3, iterations: int | None = None) -> Tensor:
+def stable_rank(weight: ArrayLike | Tensor, *, tolerance: float = 2e-3, iterations: int | None = None) -> Tensor:
     """Return the stable rank ‖W‖_F² / ‖W‖_2² of each matrix: from 1 to its rank.
 
     The spectral norm comes from `spectral_norm`, without a singular value decomposition.
 
     Args:
-        weight: [*batch, row, column], floating.
+        weight: [*batch, row, column], floating; a tensor, an array or nested lists.
         tolerance: bound on the relative error of the result.
         iterations: a fixed number of steps instead of a tolerance; nothing then waits for the device.
 
@@ -64,14 +66,14 @@ def stable_rank(weight: Tensor, *, tolerance: float = 2e-3, iterations: int | No
     return (total / bounds.lower).square()
 
 
-def spectral_norm(weight: Tensor, *, tolerance: float = 2e-3, iterations: int | None = None) -> Bounds:
+def spectral_norm(weight: ArrayLike | Tensor, *, tolerance: float = 2e-3, iterations: int | None = None) -> Bounds:
     """Return bounds of the largest singular value ‖W‖_2 of each matrix.
 
     Up to 256 rows or columns the bounds are certain, above that the upper one is wrong with probability 1e-9 (over the
     random start, whose seed is fixed); both up to float32 rounding. The lower one is by far the closer one.
 
     Args:
-        weight: [*batch, row, column], floating.
+        weight: [*batch, row, column], floating; a tensor, an array or nested lists.
         tolerance: (upper/lower)² − 1 at which to stop, at least 2e-4.
         iterations: a fixed number of steps instead of a tolerance; nothing then waits for the device.
 
@@ -85,14 +87,16 @@ def spectral_norm(weight: Tensor, *, tolerance: float = 2e-3, iterations: int | 
     return _norms(weight, tolerance, iterations)[1]
 
 
-def _norms(weight: Tensor, tolerance: float, iterations: int | None) -> tuple[Float[Tensor, "*batch"], Bounds]:
+def _norms(
+    weight: ArrayLike | Tensor, tolerance: float, iterations: int | None
+) -> tuple[Float[Tensor, "*batch"], Bounds]:
     """Return the Frobenius norm of each matrix, and bounds of its spectral norm."""
     tolerance = scalar("tolerance", tolerance, low=2e-4, high=1.0)
     steps = None if iterations is None else whole("iterations", iterations, low=1)
-    if not weight.is_floating_point() or weight.ndim < 2 or weight.numel() == 0:
-        got = f"{weight.dtype} of shape {tuple(weight.shape)}"
-        raise InputError("weight", "floating [*batch, row, column] and non-empty", got, "pass matrices of weights")
-    w = weight.detach()
+    expected, remedy = "floating [*batch, row, column] and non-empty", "pass matrices of weights"
+    w = floating("weight", weight, remedy, expected=expected).detach()
+    if w.ndim < 2 or w.numel() == 0:
+        raise InputError("weight", expected, f"{w.dtype} of shape {tuple(w.shape)}", remedy)
     w = w if w.dtype == torch.float64 else w.float()
     w = w if w.shape[-2] <= w.shape[-1] else w.mT
     w, unit = _rescaled(w)

@@ -10,8 +10,11 @@ from jaxtyping import Bool, Float
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from joma import memory
 from joma.arguments import InputError
-from joma.tensors import as_tensor
+from joma.tensors import as_floating
+
+_MANY = 2**24  # numbers; fewer than this always fit
 
 
 def checked_states(states: ArrayLike | Tensor, *, axes: int, positions: int = 2) -> Tensor:
@@ -33,17 +36,24 @@ def checked_states(states: ArrayLike | Tensor, *, axes: int, positions: int = 2)
     return tensor.detach()
 
 
-def floating(name: str, value: Any, remedy: str) -> Tensor:
-    """Return `value` as a tensor of floating-point numbers, or raise `InputError`.
+def floating(name: str, value: Any, remedy: str, *, expected: str = "numbers of a floating-point type") -> Tensor:
+    """Return a tensor, an array or nested lists as a tensor of a floating-point type, or raise `InputError`.
 
     >>> floating("similarity", [0.5], "pass what `slice_similarity` returns")
     tensor([0.5000])
     """
-    expected = "numbers of a floating-point type"
-    tensor = as_tensor(name, value, expected=expected, remedy=remedy)
-    if not tensor.is_floating_point():
-        raise InputError(name, expected, tensor.dtype, f"{remedy}, or convert whole numbers to float")
+    tensor = as_floating(name, value, expected=expected, remedy=remedy)
+    check_expanded(name, tensor)
     return tensor
+
+
+def check_expanded(name: str, tensor: Tensor) -> None:
+    """Raise `InputError` for an expanded tensor, far smaller in memory than it seems, that would not fit if copied.
+
+    >>> check_expanded("weight", torch.ones(1).expand(1000, 1000))
+    """
+    if tensor.numel() > _MANY and tensor.is_cpu and tensor.untyped_storage().nbytes() < tensor.nbytes:
+        memory.check(name, 8 * tensor.numel(), "give a smaller tensor, or parts of it")
 
 
 def split_diverged(

@@ -213,7 +213,8 @@ class BlockFlow:
             velocity = self.velocity(w, z, bias)
             return _pack(velocity.w, velocity.z, velocity.bias, *self._ledger_rates(w, velocity, ledger_reference))
 
-        solution = integrate(rhs, _pack(*start, no_ledger, no_ledger), times, self._solver(solver))
+        state, numbers = _pack(*start, no_ledger, no_ledger), self._numbers(start)
+        solution = integrate(rhs, state, times, self._solver(solver), numbers=numbers)
         return self._solution(solution, _unpack(solution.states, shapes))
 
     def solve_folded(
@@ -249,10 +250,16 @@ class BlockFlow:
             velocity = self.velocity(w, logits(w), bias)
             return _pack(velocity.w, velocity.bias)
 
-        solution = integrate(rhs, _pack(start.w, start.bias), times, self._solver(solver))
+        state, numbers = _pack(start.w, start.bias), self._numbers(start)
+        solution = integrate(rhs, state, times, self._solver(solver), numbers=numbers)
         w, bias = _unpack(solution.states, shapes)
         no_ledger = np.zeros((len(w), len(self.b_ref)))
         return self._solution(solution, [w, logits(w), bias, no_ledger, no_ledger])
+
+    def _numbers(self, start: _Start) -> int:
+        """Return how many numbers a velocity computes; those of matrix products count less."""
+        (dim, hidden), samples = start.w.shape, len(self.x)
+        return samples * (3 * self.x.shape[1] + 2 * dim + 4 * hidden + dim * hidden // 8)
 
     def _solver(self, solver: Solver) -> Solver:
         return solver if solver.method else replace(solver, method=self.method)
