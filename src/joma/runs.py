@@ -396,6 +396,7 @@ def write_trajectory(path: Path, trajectory: xr.Dataset) -> None:
 
 def write_recording(path: Path, trajectory: xr.Dataset) -> None:
     """Write a Dataset as netCDF-4 that stands alone, with its checksum beside it."""
+    remove_leftovers(path.parent)
     write_checked(path, trajectory.to_netcdf(engine="h5netcdf"))
 
 

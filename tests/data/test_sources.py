@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 from basic_english import folder_of, reference, scratch, texts, tokens
 from joma.arguments import InputError
 from joma.data import sources, text
-from joma.data.sources import SPLITS, Piece, chunks, find
+from joma.data.sources import SPLITS, DamagedDownload, Piece, chunks, find
 from joma.data.text import corpus, words
+from joma.manifest import MANIFEST
 from joma.progress import SILENT
 
 
@@ -258,22 +261,59 @@ def test_a_dataset_is_downloaded_once(hub):
     assert hub.calls == [("org/wiki", "raw-v1", True)]
 
 
-@pytest.mark.parametrize("missing", ["train.txt", "valid.txt", "dataset.json"])
-def test_a_dataset_with_a_missing_file_is_downloaded_again(hub, cache, missing):
+def damage(file, kind):
+    """Remove a file, cut it short, or flip a bit in the middle of it."""
+    content = file.read_bytes()
+    file.unlink()
+    if kind != "missing":
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] if kind == "cut" else content[:middle] + b"#" + content[middle + 1 :])
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut", "flipped"])
+@pytest.mark.parametrize("name", ["train.txt", "valid.txt", MANIFEST])
+def test_a_damaged_dataset_is_named_and_downloaded_again(hub, cache, name, kind):
     hub.answer = {"train": rows("a b"), "validation": rows("b")}
     first = corpus("org/wiki:x")
-    (file,) = (cache / "datasets").rglob(missing)
-    file.unlink()
+    (file,) = (cache / "datasets").rglob(name)
+    damage(file, kind)
+    (file.parent / ".joma-train-x.txt").write_text("half")
+    with nullcontext() if (name, kind) == (MANIFEST, "missing") else pytest.warns(DamagedDownload, match=name):
+        assert corpus("org/wiki:x").digest == first.digest
+    assert len(hub.calls) == 2
+    assert sorted(path.name for path in file.parent.iterdir()) == [MANIFEST, "train.txt", "valid.txt"]
     assert corpus("org/wiki:x").digest == first.digest
     assert len(hub.calls) == 2
-    if missing == "dataset.json":
-        file.write_text("[]")
+
+
+def test_a_damaged_dataset_that_cannot_be_downloaded_again_is_refused(hub, cache):
+    hub.answer = {"train": rows("a b"), "validation": rows("b")}
+    corpus("org/wiki:x")
+    (file,) = (cache / "datasets").rglob("train.txt")
+    damage(file, "flipped")
+    hub.answer = ConnectionError("away")
+    with pytest.warns(DamagedDownload, match="altered"), pytest.raises(InputError, match=r"away.*check the name"):
+        corpus("org/wiki:x")
+
+
+def test_a_dataset_that_version_0_1_0_downloaded_is_used(hub, cache):
+    hub.answer = {"train": rows("a b"), "validation": rows("b")}
+    first = corpus("org/wiki:x")
+    (manifest,) = (cache / "datasets").rglob(MANIFEST)
+    manifest.unlink()
+    record = manifest.with_name("dataset.json")
+    record.write_text(json.dumps({"dataset": "org/wiki:x", "files": ["train.txt", "valid.txt"]}))
+    assert corpus("org/wiki:x").digest == first.digest
+    assert len(hub.calls) == 1
+    damage(manifest.with_name("valid.txt"), "cut")
+    with pytest.warns(DamagedDownload, match=r"valid\.txt"):
+        corpus("org/wiki:x")
+    manifest.unlink()
+    for content in ("[]", "{}", '{"files": ["nowhere.txt"]}'):
+        record.write_text(content)
         assert corpus("org/wiki:x").digest == first.digest
-    else:
-        file.unlink()
-        hub.answer = ConnectionError("away")
-        with pytest.raises(InputError, match=r"away.*check the name"):
-            corpus("org/wiki:x")
+        manifest.unlink()
+    assert len(hub.calls) == 5
 
 
 def test_wikitext_is_requested_with_its_owner(hub):

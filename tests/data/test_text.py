@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from joma.data import text
 from joma.data.sources import SPLITS, chunks
 from joma.data.text import corpus, words
 from joma.files import StorageError
+from joma.manifest import MANIFEST, read_manifest, write_manifest
 from joma.progress import Progress, Task
 
 
@@ -110,16 +110,25 @@ def flip(path):
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
 
 
-def of_version(path, version):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": version}))
+def flip_text(path, old, new):
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def with_identity(folder, **changes):
+    manifest = read_manifest(folder)
+    write_manifest(folder, {**manifest.identity, **changes}, manifest.files)
 
 
 DAMAGE = {
-    "version": lambda folder: of_version(folder / "corpus.json", text.VERSION + 1),
-    "list": lambda folder: (folder / "corpus.json").write_text("[]"),
-    "empty": lambda folder: (folder / "corpus.json").write_text("{}"),
-    "no json": lambda folder: (folder / "corpus.json").write_text("{"),
-    "no about": lambda folder: (folder / "corpus.json").unlink(),
+    "version": lambda folder: with_identity(folder, version=text.VERSION + 1),
+    "another text": lambda folder: with_identity(folder, digest="0" * 64),
+    "other numbers": lambda folder: flip_text(folder / MANIFEST, "<u2", "<u4"),
+    "leftover": lambda folder: (cut_short(folder / "train.bin"), (folder / ".joma-train-x.bin").write_text("half")),
+    "list": lambda folder: (folder / MANIFEST).write_text("[]"),
+    "empty": lambda folder: (folder / MANIFEST).write_text("{}"),
+    "no json": lambda folder: (folder / MANIFEST).write_text("{"),
+    "no manifest": lambda folder: (folder / MANIFEST).unlink(),
     "short": lambda folder: cut_short(folder / "train.bin"),
     "flipped": lambda folder: flip(folder / "valid.bin"),
     "missing": lambda folder: (folder / "test.bin").unlink(),

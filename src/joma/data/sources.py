@@ -26,6 +26,7 @@ import json
 import logging
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ import numpy as np
 from jaxtyping import Int
 
 from joma.arguments import InputError
-from joma.files import StorageError, read_json, write_json, write_whole
+from joma.files import DamagedFile, StorageError, read_json, remove_leftovers, write_whole
+from joma.manifest import read_manifest, write_manifest
 from joma.progress import Progress, Task
 
 SPLITS = ("train", "valid", "test")
@@ -57,6 +59,10 @@ _HUB_SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 _SPACE = rb'(?:[\t\n\v\f\r]|(?<![rR"]) )'
 _UP_TO_LAST_SPACE = re.compile(rb".*" + _SPACE, re.DOTALL)
 _NEXT_SPACE = re.compile(_SPACE)
+
+
+class DamagedDownload(UserWarning):
+    """A file of a downloaded dataset was altered or is missing; the dataset is downloaded again."""
 
 
 class Piece(NamedTuple):
@@ -327,13 +333,14 @@ def _digest(parts: Iterable[tuple[str, str]]) -> str:
 
 
 def _download(source: str, cache: Path, progress: Progress) -> Path:
-    """Return the folder of a dataset's text; it is streamed from the hub the first time, or if a file is missing.
+    """Return the folder of a dataset's text; it is streamed from the hub the first time, or if a file is damaged.
 
-    `dataset.json` is written last, so that a download that was interrupted starts again.
+    The manifest is written last, so that a download that was interrupted starts again.
     """
     folder = cache / "datasets" / quote(source, safe="")
-    if _is_complete(folder):
+    if _is_intact(folder, source):
         return folder
+    remove_leftovers(folder)
     dataset = _open_dataset(source)
     if "train" not in dataset:
         got = f"{source!r} with {sorted(dataset)}"
@@ -343,16 +350,33 @@ def _download(source: str, cache: Path, progress: Progress) -> Path:
     with progress.task(f"fetch {source}", total=sum(_row_count(dataset[split], split) for split in names)) as task:
         for split, name in names.items():
             _store(source, dataset[split], folder / f"{name}.txt", task)
-    write_json(folder / "dataset.json", {"dataset": source, "files": [f"{name}.txt" for name in names.values()]})
+    write_manifest(folder, {"dataset": source}, [f"{name}.txt" for name in names.values()])
     return folder
 
 
-def _is_complete(folder: Path) -> bool:
-    """Return whether a dataset was downloaded to the end and all its files still exist."""
+def _is_intact(folder: Path, source: str) -> bool:
+    """Return whether a dataset was downloaded to the end and all its files are as they were; warn of damage."""
     try:
-        return all((folder / name).is_file() for name in read_json(folder / "dataset.json")["files"])
+        manifest = read_manifest(folder, remedy="it is downloaded again")
+        if manifest is None:
+            return _adopt(folder, source)
+        manifest.check()
+    except DamagedFile as problem:
+        warnings.warn(str(problem), DamagedDownload, stacklevel=2)
+        return False
+    return manifest.identity == {"dataset": source}
+
+
+def _adopt(folder: Path, source: str) -> bool:
+    """Write the manifest of a dataset that version 0.1.0 downloaded to the end; return whether this is one."""
+    try:
+        names = read_json(folder / "dataset.json")["files"]
+        if not all((folder / name).is_file() for name in names):
+            return False
     except (StorageError, KeyError, TypeError):
         return False
+    write_manifest(folder, {"dataset": source}, names)
+    return True
 
 
 def _open_dataset(source: str) -> Any:

@@ -32,11 +32,13 @@ from torch import Tensor
 
 from joma.arguments import InputError, choice, whole
 from joma.data.sources import EMBEDDED, SPLITS, Chunk, Source, chunks, find
-from joma.files import StorageError, checksum, read_json, write_json, write_whole
+from joma.files import StorageError, parse_json, remove_leftovers, write_json, write_whole
+from joma.manifest import read_manifest, write_manifest
 from joma.progress import SILENT, Progress, Task
 
-VERSION = 2  # of the cache: raise it when the format of the files or the output of a tokeniser changes
+VERSION = 3  # of the cache: raise it when the format of the files or the output of a tokeniser changes
 UNKNOWN = "<unk>"
+TYPES = "types.json"  # the vocabulary, in the cache
 BLOCK = 2**20  # tokens that are in memory at once
 
 
@@ -240,12 +242,13 @@ def _blocks(stream: Shaped[np.ndarray, " time"]) -> Iterator[Shaped[np.ndarray, 
 
 
 def _build(source: Source, tokeniser: Tokeniser, folder: Path, task: Task) -> None:
-    """Tokenise a text and write a file for each split, then the types, and last `corpus.json`, to `folder`.
+    """Tokenise a text and write a file for each split, then the types, and last the manifest, to `folder`.
 
     The training split is tokenised once: its provisional numbers go to a temporary file, and are translated when the
     vocabulary is known. The same text gives the same bytes, so two processes may do this at the same time.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     with tempfile.TemporaryFile(dir=folder) as provisional:
         for chunk in chunks(source.pieces["train"]):
             provisional.write(tokeniser.learn(chunk).data)
@@ -259,9 +262,9 @@ def _build(source: Source, tokeniser: Tokeniser, folder: Path, task: Task) -> No
         provisional.seek(0)
         blocks = _read_blocks(provisional, tokeniser.provisional)
         _write(folder / "train.bin", (number_of[block] for block in blocks), dtype)
-    write_json(folder / "types.json", types)
-    checksums = {name: checksum(folder / name) for name in (*(f"{split}.bin" for split in SPLITS), "types.json")}
-    write_json(folder / "corpus.json", {"version": VERSION, "dtype": dtype.str, "sha256": checksums})
+    write_json(folder / TYPES, types)
+    names = [TYPES, *(f"{split}.bin" for split in SPLITS)]
+    write_manifest(folder, {"version": VERSION, "dtype": dtype.str, "digest": folder.name}, names)
 
 
 def _encode_split(source: Source, split: str, tokeniser: Tokeniser, task: Task) -> Iterator[UInt[np.ndarray, " _"]]:
@@ -289,16 +292,15 @@ def _write(path: Path, blocks: Iterator[UInt[np.ndarray, " _"]], dtype: np.dtype
 def _open_cached(folder: Path, name: str, digest: str) -> Corpus | None:
     """Map the files that `_build` wrote, or return None if one is missing, damaged or of another version."""
     try:
-        record = read_json(folder / "corpus.json")
-        if record["version"] != VERSION:
+        manifest = read_manifest(folder)
+        if manifest is None or (manifest.identity["version"], manifest.identity["digest"]) != (VERSION, digest):
             return None
-        if any(checksum(folder / file) != expected for file, expected in record["sha256"].items()):
-            return None
-        dtype, types = np.dtype(record["dtype"]), tuple(read_json(folder / "types.json"))
+        manifest.check(f"{split}.bin" for split in SPLITS)
+        dtype, types = np.dtype(manifest.identity["dtype"]), parse_json(folder / TYPES, manifest.read(TYPES))
         streams = {split: _map(folder / f"{split}.bin", dtype) for split in SPLITS}
-    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+    except (OSError, KeyError, TypeError, ValueError):
         return None
-    return Corpus(**streams, types=types, name=name, digest=digest)
+    return Corpus(**streams, types=tuple(types), name=name, digest=digest)
 
 
 def _map(path: Path, dtype: np.dtype) -> UInt[np.ndarray, " time"]:
