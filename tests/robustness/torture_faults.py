@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -97,18 +98,15 @@ def _act(scenario: Scenario, folder: Path) -> Any:
 
 
 def chosen(operations: list[Operation], count: int) -> list[Fault]:
-    """Return at most `count` faults, drawn from all operations and kinds.
+    """Return at most `count` faults at operations drawn at random, of each kind in turn.
 
     A torn write is one of a write only; otherwise it would be a kill after the operation.
     """
-    kinds = (*KILLS, *ERRORS)
-    every = [
-        Fault(number, kind)
-        for number, operation in enumerate(operations)
-        for kind in kinds
-        if kind != "tear" or operation.call == "write"
-    ]
-    return every if len(every) <= count else Random(0).sample(every, count)
+    random, rows = Random(0), []
+    for kind in (*KILLS, *ERRORS):
+        numbers = [n for n, operation in enumerate(operations) if kind != "tear" or operation.call == "write"]
+        rows.append([Fault(number, kind) for number in random.sample(numbers, len(numbers))])
+    return [fault for faults in zip_longest(*rows) for fault in faults if fault is not None][:count]
 
 
 def torture(scale: float) -> dict[str, int]:
