@@ -1,11 +1,13 @@
 """Ctrl-C in library calls and in commands; what it does to whole runs is in `tests/robustness/test_interrupts.py`."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -110,9 +112,9 @@ def test_a_step_in_a_notebook_is_not_broken_off_and_nothing_is_printed(capsys):
     assert capsys.readouterr().err == ""
 
 
-def command(body):
-    """Run `body` in a process of its own as a command, where `press()` is Ctrl-C; return code, output and errors."""
-    script = f"""
+def script(body):
+    """Return a program that runs `body` as a command, where `press()` is Ctrl-C."""
+    return f"""
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from joma.train import interrupt
@@ -123,7 +125,11 @@ def press_later():
 with interrupt.answering():
 {textwrap.indent(textwrap.dedent(body), "    ")}
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+
+
+def command(body):
+    """Run `body` in a process of its own as a command; return its exit code, output and errors."""
+    done = subprocess.run([sys.executable, "-c", script(body)], capture_output=True, text=True, check=False, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -171,6 +177,36 @@ def test_a_command_says_what_it_waits_for_while_the_main_thread_cannot():
     first, second, third = err.splitlines(keepends=True)
     assert first.startswith(f"{NOTICE}step 3 to end (")
     assert (second, third) == ("ended\n", LAST_LINE)
+
+
+def test_a_terminal_with_progress_bars_has_its_cursor_back():
+    body = f"""
+    from joma.progress import Bars
+    bars = Bars(patience=-1.0)
+    with bars.task("training", total=10) as task:
+        task.advance()
+        with interrupt.interruptible() as stop:
+            stop.begin("step {{}} to end", 3)
+            press_later()
+            {UNINTERRUPTIBLE.format(2_000_000)}
+        press_later()
+        {FOREVER}
+    """
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150"}
+    process = subprocess.Popen([sys.executable, "-c", script(body)], stderr=slave, env=environment)
+    os.close(slave)
+    parts = []
+    with suppress(OSError):  # how the end of a terminal is reported
+        while part := os.read(master, 4096):
+            parts.append(part)
+    os.close(master)
+    shown = b"".join(parts).decode()
+    assert process.wait() == EXIT_CODE
+    assert "\x1b[?25l" in shown  # the bars have hidden it
+    assert shown.endswith(f"\r\x1b[2K{LAST_LINE[:-1]}\r\n\x1b[?25h")
+    assert f"{NOTICE}step 3 to end (" in shown
+    assert shown.count("joma: ") == 2
 
 
 def test_closed_standard_streams_are_not_taken_for_the_pipe():
