@@ -286,3 +286,19 @@ def test_claims_that_no_run_wrote_are_named(tmp_path, change):
     write_manifest(run.path, json.loads((run.path / "config.json").read_text()), names)
     with pytest.raises(StorageError, match=r"claims\.json is not what a run writes"):
         read_claims(run.path)
+
+
+@pytest.mark.parametrize("name", ["recording.nc", TRAJECTORY])
+@pytest.mark.parametrize("beside_a_run", [False, True])
+def test_a_recording_is_read_whatever_its_name_and_place(tmp_path, name, beside_a_run):
+    recording = xr.Dataset({"loss": ("step", [2.0, 1.0])})
+    if beside_a_run:
+        (tmp_path / "config.json").write_text("{}")
+        write_manifest(tmp_path, {"study": "toy"}, ["config.json"])
+    write_recording(tmp_path / name, recording)
+    assert open_run(tmp_path / name).loss.values.tolist() == [2.0, 1.0]
+    content = bytearray((tmp_path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DamagedFile, match="cut short or altered"):
+        open_run(tmp_path / name)

@@ -254,6 +254,14 @@ def parse_json(path: Path, content: bytes) -> Any:
         raise StorageError(f"{path} is not valid JSON ({reason}); delete its folder to run it again.") from None
 
 
+def exists(path: Path) -> bool:
+    """Return whether a file or folder exists; raise `StorageError` if that may not be known."""
+    try:
+        return path.exists()
+    except OSError as cause:
+        raise read_error(path, cause) from None
+
+
 def read_error(path: Path, cause: OSError) -> StorageError:
     """Return an error that says in one line why `path` cannot be read."""
     reason = os.strerror(cause.errno) if cause.errno else cause

@@ -54,7 +54,7 @@ class Manifest:
         """Check the named files, all if None; raise `DamagedFile` for the first that is not what was written."""
         for name in self.files if names is None else names:
             self._check_size(name)
-            self._compare(name, _checksum(self.folder / name))
+            self._compare(name, file_checksum(self.folder / name))
 
     def read(self, name: str) -> bytes:
         """Return the content of a file; the bytes that are returned are those that are checked."""
@@ -78,7 +78,7 @@ class Manifest:
             yield
             return
         with ThreadPoolExecutor(1) as executor:
-            digest = executor.submit(_checksum, self.folder / name)
+            digest = executor.submit(file_checksum, self.folder / name)
             try:
                 yield
             finally:
@@ -185,7 +185,8 @@ def _is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
-def _checksum(path: Path) -> str:
+def file_checksum(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal; a file that cannot be read is named."""
     try:
         return checksum(path)
     except OSError as cause:

@@ -27,7 +27,8 @@ from joma.arguments import InputError, short_reason
 from joma.files import (
     DamagedFile,
     StorageError,
-    checksum,
+    checksum_file,
+    exists,
     lock,
     parse_json,
     read_checked,
@@ -39,7 +40,7 @@ from joma.files import (
     write_checked,
     write_json,
 )
-from joma.manifest import MANIFEST, Manifest, read_manifest, write_manifest
+from joma.manifest import MANIFEST, Manifest, file_checksum, read_manifest, write_manifest
 
 TRAJECTORY, CONFIG, CLAIMS, FIGURES = "trajectory.nc", "config.json", "claims.json", "figures"
 PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib")
@@ -138,7 +139,7 @@ class Run:
     def _check_identity(self) -> None:
         """Refuse a folder that another run wrote, such as one that was copied or edited by hand."""
         file = self.path / CONFIG
-        if not file.exists():
+        if not exists(file):
             return
         stored = {name: value for name, value in _read_fields(file).items() if name != "preset"}
         if stored != json.loads(json.dumps(self.identity)):
@@ -188,7 +189,7 @@ def check_run(path: Path) -> Manifest:
     if not manifest.complete:
         remedy = f"`joma judge {path}` completes it"
         raise StorageError(f"{path} is trained but not judged, as it was interrupted or is being judged; {remedy}.")
-    missing = [name for name in manifest.files if name.startswith(f"{FIGURES}/") and not (path / name).exists()]
+    missing = [name for name in manifest.files if name.startswith(f"{FIGURES}/") and not exists(path / name)]
     manifest.check({*manifest.files} - {TRAJECTORY, *missing})  # `open_run` checks the trajectory
     open_run(path / TRAJECTORY)
     return manifest
@@ -239,14 +240,14 @@ def adopt(path: Path) -> None:
     Its `claims.json` has the checksum of its trajectory, and the trajectory says what `config.json` must say. Claims
     and figures are not trusted: the run counts as trained, not as judged.
     """
-    if (path / MANIFEST).exists() or not (path / CLAIMS).exists():
+    if exists(path / MANIFEST) or not exists(path / CLAIMS):
         return
     fields = read_json(path / CLAIMS)
     stored = fields.get("trajectory_sha256") if isinstance(fields, dict) else None
     file = path / TRAJECTORY
     if stored is None:
         return
-    if not file.exists() or checksum(file) != stored:
+    if not exists(file) or file_checksum(file) != stored:
         raise DamagedFile(file, "is missing or altered since its claims were measured", _restore(path))
     _check_agreement(path, _load(file), _read_fields(path / CONFIG))
     _write_stage(path, complete=False)
@@ -313,14 +314,15 @@ def open_run(path: str | Path, *, check: bool = True) -> xr.Dataset:
         one JSON string.
     """
     path = Path(path)
-    file = path / TRAJECTORY if path.is_dir() else path
-    if not file.exists() and not (file.parent / MANIFEST).exists():
-        runs = sorted(str(file.parent) for file in path.glob(f"**/{TRAJECTORY}")) if path.is_dir() else []
+    is_folder = exists(path) and path.is_dir()
+    file = path / TRAJECTORY if is_folder else path
+    if not exists(file) and not exists(file.parent / MANIFEST):
+        runs = sorted(str(file.parent) for file in path.glob(f"**/{TRAJECTORY}")) if is_folder else []
         hint = f"runs below it: {', '.join(runs)}" if runs else "give the folder of a run, `OUT/<study>/<hash>`"
         raise StorageError(f"no trajectory at {file}; {hint}.")
     if not check:
         return _load(file)
-    if file.name != TRAJECTORY and not (file.parent / MANIFEST).exists():
+    if _stands_alone(file):
         remedy = "restore both, or read it unchecked with `open_run(path, check=False)`"
         return _load(file, read_checked(file, remedy))
     manifest = _manifest(file.parent)
@@ -330,6 +332,14 @@ def open_run(path: str | Path, *, check: bool = True) -> xr.Dataset:
         manifest.check([CONFIG])
         _check_agreement(file.parent, dataset, manifest.identity)
     return dataset
+
+
+def _stands_alone(file: Path) -> bool:
+    """Return whether a trajectory has its checksum beside it, as a recording has, and not in a manifest."""
+    manifest = read_manifest(file.parent, remedy=_restore(file.parent))
+    if manifest is not None and file.name in manifest.files:
+        return False
+    return file.name != TRAJECTORY or exists(checksum_file(file))
 
 
 def _check_agreement(path: Path, dataset: xr.Dataset, identity: Mapping[str, Any]) -> None:
@@ -404,25 +414,41 @@ def find_runs(out: Path, depth: int = 2) -> list[Path]:
     """Return the runs below `out` that are trained, by study and then oldest first; judging a run keeps its age.
 
     They lie `depth` folders down: two if `out` is the folder of all runs, one if it holds the runs of one study, none
-    if it is itself a run. Damaged runs are among them, so that their readers can name them; probed models are not.
+    if it is itself a run. Damaged runs are among them, and folders that may not be read, so that their readers can name
+    them; probed models are not.
     """
-    folders = {file.parent for name in (CLAIMS, MANIFEST) for file in out.glob("*/" * depth + name)}
-    runs = [path for path in folders if _is_run(path)]
+    runs = [path for path in _folders(out, depth) if _is_run(path)]
     return sorted(runs, key=lambda path: (path.parent.name, _modified(path)))
 
 
+def _folders(out: Path, depth: int) -> list[Path]:
+    """Return the folders `depth` levels below `out`, and those on the way that may not be read."""
+    if depth == 0:
+        return [out]
+    try:
+        subfolders = [path for path in out.iterdir() if path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError:
+        return [out]
+    return [folder for subfolder in subfolders for folder in _folders(subfolder, depth - 1)]
+
+
 def _is_run(path: Path) -> bool:
-    """Return whether a folder with a manifest is that of a run; a damaged one is taken for a run."""
+    """Return whether a folder is that of a run; one that is damaged or may not be read is taken for a run."""
     try:
         manifest = read_manifest(path)
+        return exists(path / CLAIMS) if manifest is None else "study" in manifest.identity
     except StorageError:
         return True
-    return manifest is None or "study" in manifest.identity
 
 
 def _modified(path: Path) -> int:
-    files = (file for name in (TRAJECTORY, CLAIMS, MANIFEST) if (file := path / name).exists())
-    return next(files).stat().st_mtime_ns
+    """Return when a run was trained, in nanoseconds; 0 if that cannot be known."""
+    for name in (TRAJECTORY, CLAIMS, MANIFEST):
+        with suppress(OSError):
+            return (path / name).stat().st_mtime_ns
+    return 0
 
 
 def now() -> str:

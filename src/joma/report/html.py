@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import xarray as xr
 
-from joma.files import StorageError, remove_leftovers, write_text
+from joma.files import StorageError, exists, remove_leftovers, write_text
 from joma.manifest import Manifest
 from joma.report.table import number, spread
 from joma.runs import FIGURES, Description, check_run, find_runs, now, open_run, provenance, read_claims, read_config
@@ -102,7 +102,7 @@ def _figures(path: Path, manifest: Manifest, description: Description) -> list[d
 
 
 def _is_complete(picture: Path) -> bool:
-    return picture.exists() and picture.with_suffix(".txt").exists()
+    return exists(picture) and exists(picture.with_suffix(".txt"))
 
 
 def _figure(manifest: Manifest, name: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ import xarray as xr
 
 from joma import memory
 from joma.arguments import InputError, choice, plain_text, short_reason, whole
-from joma.files import StorageError, lock, remove_leftovers
+from joma.files import StorageError, exists, lock, remove_leftovers
 from joma.progress import SILENT, Progress
 from joma.runs import (
     Description,
@@ -170,6 +170,8 @@ def judge(study: Study, path: Path | str) -> Outcome:
     A run of another version of the study is refused: its trajectory is not what the claims are about.
     """
     path = Path(path)
+    if not exists(path):
+        raise StorageError(f"no run at {path}; give the folder of a run, `OUT/<study>/<hash>`.")
     with lock(path):
         remove_leftovers(path, deep=True)
         adopt(path)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from joma.files import DamagedFile, read_checked, remove_leftovers, write_checked
+from joma.files import DamagedFile, StorageError, exists, read_checked, remove_leftovers, write_checked
 
 if TYPE_CHECKING:
     from joma.watch.series import LazyCheckpoint
@@ -57,7 +57,7 @@ class Store:
 
         identity = _identity(checkpoint, measure)
         file = self._file(identity, measure)
-        if not file.exists():
+        if not exists(file):
             return None
         remedy = "it is measured again"
         try:
@@ -65,7 +65,7 @@ class Store:
             if _stored_identity(content) != identity:
                 raise DamagedFile(file, "is the measurement of something else", remedy)
             return load(content)
-        except DamagedFile as problem:
+        except StorageError as problem:
             warnings.warn(str(problem), DamagedMeasurement, stacklevel=2)
         except (SafetensorError, ValueError, KeyError) as cause:
             warnings.warn(f"{file} cannot be read ({cause}); {remedy}.", DamagedMeasurement, stacklevel=2)
