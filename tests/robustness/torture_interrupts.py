@@ -96,13 +96,15 @@ class Command:
 
     @classmethod
     def start(cls, *args: Any) -> Command:
-        """Start a command anew, as a user does."""
+        """Start a command anew, as a user does, and wait until it answers Ctrl-C."""
         folder = new_folder()
         path = {"PYTHONPATH": str(Path(joma.__file__).parents[1])}
         with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
             words = [sys.executable, "-m", "joma", *map(str, args)]
             process = subprocess.Popen(words, stdout=out, stderr=err, env={**os.environ, **path})
-        return cls(folder, process.pid, process.poll)
+        command = cls(folder, process.pid, process.poll)
+        command.wait_for(lambda: handles(process.pid, signal.SIGTERM))  # which Python itself does not
+        return command
 
     @property
     def errors(self) -> str:
@@ -147,6 +149,12 @@ class Command:
                 self.send(signal.SIGKILL)
                 raise AssertionError(f"nothing happened for {seconds:g} s; standard error: {self.errors!r}")
             time.sleep(POLL_SECONDS)
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
 
 
 def run_command(out: Path, **config: int) -> list[Any]:
@@ -237,7 +245,7 @@ def torture(scale: float) -> dict[str, int]:
     chance, tally = random.Random(), Tally()
     for _ in range(round(8 * scale)):
         command = Command.start("list")
-        time.sleep(chance.uniform(0.3, 2.0))  # before that Python itself starts
+        time.sleep(chance.uniform(0.0, 2.0))
         tally.judge("Ctrl-C while modules load", command, command.interrupt())
         command = Command.fork(["verify"])
         time.sleep(chance.uniform(0.0, 3.0))

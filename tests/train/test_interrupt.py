@@ -162,6 +162,19 @@ def test_a_second_ctrl_c_ends_a_step_in_c():
     assert [line[: len(NOTICE)] for line in notices] in ([], [NOTICE])  # the second may come before the notice
 
 
+def test_a_signal_that_is_sent_twice_counts_once():
+    """As by `timeout`, which sends it to the process and to its group."""
+    body = """
+    with interrupt.interruptible() as stop:
+        press()
+        press()
+        print("the step ends")
+    assert stop
+    raise KeyboardInterrupt
+    """
+    assert command(body) == (EXIT_CODE, "the step ends\n", LAST_LINE)
+
+
 def test_a_command_says_what_it_waits_for_while_the_main_thread_cannot():
     body = """
     with interrupt.interruptible() as stop:

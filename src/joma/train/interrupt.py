@@ -27,6 +27,7 @@ LAST_LINE = "joma: interrupted; finished runs are kept, and the same command res
 NOTICE_SECONDS = 0.5  # from Ctrl-C to the line that says what is being waited for
 UNWIND_SECONDS = 1.0  # for the main thread to end by itself where nothing is left to save
 SECOND_UNWIND_SECONDS = 0.3  # the same after a second Ctrl-C
+REPEAT_SECONDS = 0.1  # a signal that comes again so soon is the same one: `timeout` sends each to us and to our group
 TICK_SECONDS = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 END = 0  # in the pipe, where a signal is its number: the command has ended
@@ -70,11 +71,10 @@ def interruptible(activity: str = "the present step to end") -> Iterator[StopReq
         return
 
     def handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  (the signature of a handler)
-        if stop.requested:
+        new = _command is None or _command.note()
+        if stop.requested and new:
             raise KeyboardInterrupt
         stop.requested = True
-        if _command is not None:
-            _command.interrupted = True
 
     before = {number: signal.signal(number, handle) for number in _listened_signals()}
     outer = None if _command is None else _command.enter(stop)
@@ -95,12 +95,12 @@ class _Command:
     """The state of the command that this process runs, and the thread that answers Ctrl-C for it.
 
     Attributes:
-        interrupted: whether Ctrl-C was pressed and the main thread knows it.
+        noted_at: when Ctrl-C was first handled in the main thread, None if it was not.
         stop: the request of the `interruptible` block that is running, None outside of one.
     """
 
     def __init__(self) -> None:
-        self.interrupted = False
+        self.noted_at: float | None = None
         self.stop: StopRequest | None = None
         self._stop_changed = time.monotonic()
         self._signal_times: list[float] = []
@@ -112,6 +112,14 @@ class _Command:
         """Make `stop` the request that Ctrl-C waits for, None for no waiting; return the one before."""
         before, self.stop, self._stop_changed = self.stop, stop, time.monotonic()
         return before
+
+    def note(self) -> bool:
+        """Note that Ctrl-C is handled in the main thread; return whether it was pressed, not the same one again."""
+        now = time.monotonic()
+        if self.noted_at is None:
+            self.noted_at = now
+            return True
+        return now - self.noted_at > REPEAT_SECONDS
 
     def start(self) -> None:
         """Handle the signals and start the thread."""
@@ -142,10 +150,11 @@ class _Command:
         os._exit(EXIT_CODE)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  (the signature of a handler)
-        if self.interrupted:
-            self.leave()
-        self.interrupted = True
-        raise KeyboardInterrupt
+        first = self.noted_at is None
+        if self.note():
+            if not first:
+                self.leave()
+            raise KeyboardInterrupt
 
     def _watch(self) -> None:
         """Wait for signals and, after the first, see to it that Ctrl-C is answered."""
@@ -155,9 +164,14 @@ class _Command:
                 numbers = os.read(self._reader, 64)
                 if END in numbers:
                     return
-                self._signal_times += [time.monotonic() for number in numbers if number in SIGNALS]
+                self._count(sum(number in SIGNALS for number in numbers), time.monotonic())
             if self._signal_times:
                 self._answer(time.monotonic())
+
+    def _count(self, signals: int, now: float) -> None:
+        """Count signals that came at `now`, unless they are the first one again."""
+        if signals and not (self._signal_times and now - self._signal_times[0] <= REPEAT_SECONDS):
+            self._signal_times.append(now)
 
     def _answer(self, now: float) -> None:
         """Print what is being waited for, or leave where nothing is, unless the main thread ends in time."""
@@ -205,7 +219,7 @@ def answering() -> Iterator[None]:
     try:
         yield
     except BaseException as cause:
-        if _command.interrupted or isinstance(cause, KeyboardInterrupt):
+        if _command.noted_at is not None or isinstance(cause, KeyboardInterrupt):
             _command.leave()
         raise
     finally:
@@ -214,7 +228,7 @@ def answering() -> Iterator[None]:
 
 def was_interrupted() -> bool:
     """Return whether Ctrl-C was pressed in this command; an error is then most likely a consequence of it."""
-    return _command is not None and _command.interrupted
+    return _command is not None and _command.noted_at is not None
 
 
 def end_interrupted() -> int:
