@@ -11,13 +11,13 @@ import pytest
 from joma.arguments import InputError
 from joma.watch import configs
 from joma.watch.configs import (
+    clipped,
     compare_configs,
     computed_fields,
     is_failure,
     load_config,
     loading_errors,
     offline,
-    printable,
     quiet,
 )
 from joma.watch.weight_files import Unreadable
@@ -80,8 +80,9 @@ def test_code_of_a_folder_is_never_run(write, tmp_path):
         (b"", "must be valid JSON"),
         (b"\xff\xfe{", "must be valid JSON"),
         (b"[" * 100_000, "must be valid JSON, got maximum recursion depth"),
-        (b'{"a":' * 50 + b"1" + b"}" * 50, "must be nested at most 32 deep"),
-        (b'{"a":' + b"[" * 50 + b"]" * 50 + b"}", "must be nested at most 32 deep"),
+        (b'{"a":' * 50 + b"1" + b"}" * 50, "must have at most 4,096 entries, 32 deep, got more"),
+        (b'{"a":' + b"[" * 50 + b"]" * 50 + b"}", "must have at most 4,096 entries, 32 deep, got more"),
+        (b"{" + b",".join(b'"%d":0' % i for i in range(5000)) + b"}", "must have at most 4,096 entries"),
         (b"[1, 2]", "must be a JSON object, got a list"),
         (b"null", "must be a JSON object, got a NoneType"),
         (b'{"layer_norm_eps": NaN}', "must be valid JSON, got NaN, which is no number"),
@@ -206,6 +207,8 @@ def test_fields_that_change_nothing_are_not_compared(write):
         "rope_parameters.rope_theta",
     }
     assert "training_step" not in computed_fields(write(**changes))
+    scaled = {"type": "linear", "rope_type": "linear", "factor": 2.0}
+    assert "rope_parameters.type" not in computed_fields(write(rope_scaling=scaled))
 
 
 def test_where_two_disagree_the_first_counts(write):
@@ -228,11 +231,19 @@ def test_the_failures_of_libraries_become_errors_and_interrupts_do_not():
     assert not is_failure(GeneratorExit())
 
 
-def test_messages_have_no_characters_that_act_on_a_terminal():
-    assert printable("a\x1b[31m\nb") == "a?[31m?b"
-    assert printable("é" * 300) == "é" * 199 + "…"
-    with pytest.raises(Unreadable, match=r"got red \?\[31m;"), loading_errors("step0"):
+def test_messages_are_one_line_without_control_characters():
+    assert clipped("a\x1b[31m\n b") == "a\\x1b[31m b"
+    assert clipped("é" * 300) == "é" * 199 + "…"
+    with pytest.raises(Unreadable, match=r"got red \\x1b\[31m;"), loading_errors("step0"):
         raise ValueError("red\n\x1b[31m")
+
+
+def test_an_entry_with_the_name_of_a_method_does_not_replace_it(write):
+    plain = computed_fields(write())
+    names = ("to_dict", "get_text_config", "attribute_map", "sub_configs_defaults", "__class__", "__dict__", "validate")
+    config = write(**{name: {"hidden_size": "vocab_size"} for name in names})
+    assert computed_fields(config) == plain
+    assert config.get_text_config().hidden_size == 16
 
 
 def test_quiet_restores_the_settings_and_nothing_reaches_the_terminal(capfd):

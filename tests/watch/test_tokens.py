@@ -119,6 +119,30 @@ def test_what_is_no_file_is_refused(folders):
     ]
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_tokenizer_that_panics_is_a_fault_without_a_traceback(folders, capfd, closed):
+    for folder in folders.values():
+        save_tokenizer(folder, {"<unk>": 0, "the": 1, "cat": 2})
+    file = folders["step1"] / "tokenizer.json"
+    split = {"type": "Split", "pattern": {"Regex": "(([a-z ])+)+[0-9]"}, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": split}))
+    stream = os.dup(2)
+    try:
+        if closed:
+            os.close(2)
+        assert rows(TEXT * 3, folders)[1] == [("tokenizer", ("step1",))]
+    finally:
+        os.dup2(stream, 2)
+        os.close(stream)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_not_a_panic_still_reaches_the_terminal(capfd):
+    with tokens._without_panics():
+        os.write(2, b"a line of another thread\n")
+    assert capfd.readouterr().err == "a line of another thread\n"
+
+
 def test_a_file_that_is_too_large_is_not_read(folders, monkeypatch):
     monkeypatch.setattr(tokens, "MAX_BYTES", 10)
     save_tokenizer(folders["step0"], {"<unk>": 0, "the": 1})

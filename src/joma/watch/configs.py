@@ -7,6 +7,7 @@ is built from it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import tempfile
@@ -21,11 +22,12 @@ from warnings import catch_warnings, simplefilter
 
 from joma.arguments import InputError
 from joma.memory import readable
+from joma.terminal import printable
 from joma.watch.locations import CONFIG
 from joma.watch.series import Fault
 from joma.watch.weight_files import Unreadable
 
-MAX_BYTES, MAX_DEPTH = 1 << 24, 32  # of a config.json; real ones have some kilobytes and four levels
+MAX_BYTES, MAX_DEPTH, MAX_ENTRIES = 1 << 24, 32, 1 << 12  # of a config.json; real ones have 4 levels and 200 entries
 MAX_LAYERS, MAX_SIZE = 1 << 12, 1 << 24  # lists of so many layers are made before anything else is known of a model
 ONLY_WEIGHTS = "(its weights are measured anyway)"
 LAYERS = re.compile(r"layers?$")
@@ -136,24 +138,25 @@ def is_failure(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of an error on one line of printable characters, or the name of its type.
+    """Return the message of an error on one line, or the name of its type.
 
     >>> reason(ValueError("no\\nsuch \\x1b[31mfile")), reason(MemoryError())
-    ('no such ?[31mfile', 'MemoryError')
+    ('no such \\\\x1b[31mfile', 'MemoryError')
     """
-    words = " ".join(str(error).split())
-    return printable(words) or type(error).__name__
+    return clipped(str(error)) or type(error).__name__
 
 
-def printable(text: str, width: int = 200) -> str:
-    """Return `text` shortened, with ? for characters that would act on a terminal."""
-    start = "".join(letter if letter.isprintable() else "?" for letter in text[: width + 1])
-    return start if len(start) <= width else f"{start[: width - 1]}…"
+def clipped(text: str, width: int = 200) -> str:
+    """Return `text` on one line, with control characters escaped, and shortened to `width` characters."""
+    line = printable(" ".join(text[: 4 * width].split()))
+    return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 @contextmanager
-def loading_errors(name: str, expected: str = "a model that transformers can load") -> Iterator[None]:
-    """Run the block quietly and offline; its failures become one-line errors about the checkpoint `name`."""
+def loading_errors(
+    name: str, expected: str = "a model that transformers can load", files: str = CONFIG
+) -> Iterator[None]:
+    """Run the block quietly and offline; its failures become one-line errors about the `files` of checkpoint `name`."""
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(offline())
@@ -167,12 +170,12 @@ def loading_errors(name: str, expected: str = "a model that transformers can loa
             got = reason(cause)
             if "trust_remote_code" in str(cause):
                 got = "an architecture with code of its own, which is never run"
-            raise Unreadable(name, expected, got, version_remedy()) from None
+            raise Unreadable(name, expected, got, version_remedy(files)) from None
 
 
-def version_remedy() -> str:
-    """Return what to do about a config.json that does not describe a model."""
-    return f"check its config.json against transformers {transformers().__version__} {ONLY_WEIGHTS}"
+def version_remedy(files: str = CONFIG) -> str:
+    """Return what to do about files that do not describe a model or a tokenizer."""
+    return f"check its {files} against transformers {transformers().__version__} {ONLY_WEIGHTS}"
 
 
 def folder_with(folder: Path, files: Collection[str]) -> Path | None:
@@ -217,14 +220,16 @@ def load_config(folder: Path, name: str) -> Any:
     _check_fields(fields, label)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers().CONFIG_MAPPING:
-        got = f"the model type {printable(repr(model_type), 60)}"
+        got = f"the model type {clipped(repr(model_type), 60)}"
         if fields.get("auto_map"):
             got = "an architecture with code of its own, which is never run"
         raise Unreadable(name, "a model that transformers can load", got, version_remedy())
     with loading_errors(name), tempfile.TemporaryDirectory(prefix="joma-") as copy:
-        (Path(copy) / CONFIG).write_text(json.dumps(_without_ignored(fields) | {"torch_dtype": "float32"}))
+        fields = _without_ignored(fields, transformers().CONFIG_MAPPING[model_type])
+        (Path(copy) / CONFIG).write_text(json.dumps(fields | {"torch_dtype": "float32"}))
         config = transformers().AutoConfig.from_pretrained(copy, trust_remote_code=False)
-    _check_sizes(config, label)
+        _check_sizes(config, label)
+        computed_fields(config)  # what cannot be compared fails here, under the checkpoint's name
     return config
 
 
@@ -247,34 +252,43 @@ def _infinity(constant: str) -> float:
     return float(constant)
 
 
-def _check_fields(fields: Mapping[str, Any], label: str, depth: int = 1) -> None:
+def _check_fields(fields: Mapping[str, Any], label: str) -> None:
     """Raise an error if an entry, at any depth, is refused, or describes more than can be listed."""
     remedy = f"check it or leave the checkpoint out {ONLY_WEIGHTS}"
-    if depth > MAX_DEPTH:
-        raise Unreadable(label, f"nested at most {MAX_DEPTH} deep", "more", remedy)
-    for key, value in fields.items():
+    entries: list[tuple[int, str, Any]] = [(1, key, value) for key, value in fields.items() if key not in IGNORED]
+    for depth, key, value in entries:  # which grows
+        if depth > MAX_DEPTH or len(entries) > MAX_ENTRIES:
+            raise Unreadable(label, f"{MAX_ENTRIES:,} entries, {MAX_DEPTH} deep", "more", remedy, must="have at most")
         if key in REFUSED and value:
             raise Unreadable(label, "the description of a model as it is stored", f"{key}: {REFUSED[key]}", remedy)
         limit = MAX_LAYERS if LAYERS.search(key) else MAX_SIZE if SIZES.search(key) else None
         if limit is not None and isinstance(value, int | float) and value > limit:
-            raise Unreadable(
-                label,
-                f"sizes of at most {limit:,}",
-                f"{printable(key, 40)} {printable(str(value), 40)}",
-                remedy,
-                must="have",
-            )
-        for part in value if isinstance(value, list) else [value]:
-            nested = {key: part} if isinstance(part, list) else part
-            if isinstance(nested, dict):
-                _check_fields(nested, label, depth + 1)
+            got = f"{clipped(key, 40)} {clipped(str(value), 40)}"
+            raise Unreadable(label, f"sizes of at most {limit:,}", got, remedy, must="have")
+        if isinstance(value, list):
+            entries += [(depth + 1, key, part) for part in value if isinstance(part, dict | list)]
+        elif isinstance(value, dict):
+            entries += [(depth + 1, name, part) for name, part in value.items() if name not in IGNORED]
 
 
-def _without_ignored(value: Any) -> Any:
-    """Return a copy without the entries, at any depth, that a config.json does not decide."""
-    if isinstance(value, dict):
-        return {key: _without_ignored(part) for key, part in value.items() if key not in IGNORED}
-    return [_without_ignored(part) for part in value] if isinstance(value, list) else value
+def _without_ignored(fields: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
+    """Return a copy without the entries, at any depth, that a config.json does not decide.
+
+    An entry with the name of a method, or of what describes a whole class of configs, would replace it.
+    """
+    base = transformers().PretrainedConfig
+    names = {key for key in dir(base) if not isinstance(inspect.getattr_static(base, key), property)}
+    names -= _known_fields(base) or frozenset()
+
+    def is_ignored(key: str) -> bool:
+        return key in IGNORED or key in names or callable(getattr(config_class, key, None))
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: copied(part) for key, part in value.items() if not is_ignored(key)}
+        return [copied(part) for part in value] if isinstance(value, list) else value
+
+    return copied(fields)
 
 
 def _check_sizes(config: Any, label: str) -> None:
@@ -284,7 +298,7 @@ def _check_sizes(config: Any, label: str) -> None:
         value = getattr(text_config, key, None)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             remedy = f"check it or leave the checkpoint out {ONLY_WEIGHTS}"
-            raise Unreadable(label, "sizes of at least 1", f"{key} {printable(repr(value), 40)}", remedy, must="have")
+            raise Unreadable(label, "sizes of at least 1", f"{key} {clipped(repr(value), 40)}", remedy, must="have")
 
 
 def compare_configs(configs: Mapping[str, Any]) -> Iterator[Fault]:
@@ -297,7 +311,7 @@ def compare_configs(configs: Mapping[str, Any]) -> Iterator[Fault]:
         if different:
             parts = [f"{key} is {values.get(key, 'none')} here and {usual[key]} in the others" for key in different[:3]]
             more = f", and {len(different) - 3} more" if len(different) > 3 else ""
-            message = printable(f"{name} has another architecture by its config.json: {', '.join(parts)}{more}", 400)
+            message = clipped(f"{name} has another architecture by its config.json: {', '.join(parts)}{more}", 400)
             remedy = f"check its config.json or leave it out {ONLY_WEIGHTS}"
             yield Fault("architecture", (name,), message, remedy)
 
@@ -321,6 +335,8 @@ def _flatten(fields: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
     general = _known_fields(transformers().PretrainedConfig) or frozenset()
     for key, value in fields.items():
         if key not in COMPUTED and (key in general or HARMLESS.search(str(key))):
+            continue
+        if key == "type" and "rope_type" in fields:  # its name in older versions
             continue
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from joma import memory
-from joma.watch.configs import ONLY_WEIGHTS, loading_errors, printable, quiet, transformers
+from joma.watch.configs import ONLY_WEIGHTS, clipped, loading_errors, quiet, transformers
 from joma.watch.series import LazyCheckpoint
 from joma.watch.weight_files import Unreadable
 
@@ -56,7 +56,7 @@ def load(checkpoint: LazyCheckpoint, config: Any) -> nn.Module:
 
 
 def _enumerate(keys: list[str], verb: str = "") -> str:
-    return printable(keys[0]) + (f" and {len(keys) - 1} more{verb}" if len(keys) > 1 else "")
+    return clipped(keys[0]) + (f" and {len(keys) - 1} more{verb}" if len(keys) > 1 else "")
 
 
 def _in_model(key: str, model: Any) -> bool:
@@ -112,7 +112,7 @@ def _read_weights(checkpoint: LazyCheckpoint, folder: Path) -> Iterator[tuple[st
             tensors = [(name, weights.tensor(name)) for name in names]
         for name, tensor in tensors:
             if name.endswith(".weight") and not tensor.is_floating_point():
-                got = f"{tensor.dtype} for {printable(name)}"
+                got = f"{tensor.dtype} for {clipped(name)}"
                 raise Unreadable(
                     checkpoint.name, "weights in floating point", got, f"convert it {ONLY_WEIGHTS}", must="have"
                 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,14 @@ from torch import Tensor
 
 from joma.arguments import InputError
 from joma.data.text import corpus
-from joma.watch.configs import ONLY_WEIGHTS, folder_with, loading_errors, printable, read_bytes, transformers
+from joma.watch.configs import ONLY_WEIGHTS, clipped, folder_with, loading_errors, read_bytes, transformers
 from joma.watch.locations import CONFIG
 from joma.watch.series import Fault
 from joma.watch.weight_files import Unreadable
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+TRIAL = 10_000  # characters that a tokenizer is tried on
 MAX_BYTES = 1 << 28  # of one file of a tokenizer; the largest known has 35 MB
 
 
@@ -118,7 +122,7 @@ def _digest(folder: Path, name: str) -> str:
     except OSError as cause:
         raise Unreadable(name, "a readable folder", cause.strerror, f"check its permissions {ONLY_WEIGHTS}") from None
     for file in others:
-        label = printable(f"{name}/{file.name}")
+        label = clipped(f"{name}/{file.name}")
         raise Unreadable(label, "a file", "something else", f"remove it {ONLY_WEIGHTS}")
     digest = hashlib.sha256()
     for file_name in (*VOCABULARIES, *SETTINGS):
@@ -133,13 +137,38 @@ def _tokenise(text: str, folder: Path, name: str, config: Any, vocabulary: int) 
     package = transformers()
     config = config if (folder / CONFIG).is_file() else package.PretrainedConfig()
     try:
-        with loading_errors(name, "a checkpoint whose tokenizer transformers can load"):
-            tokenizer = package.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, config=config)
+        with loading_errors(name, "a checkpoint whose tokenizer transformers can load", "tokenizer's files"):
+            with _without_panics():  # not for the whole text: what other threads have to say would wait as long
+                tokenizer = package.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, config=config)
+                tokenizer(text[:TRIAL], add_special_tokens=False)
             tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
         _check_tokens(tokens, name, vocabulary)
     except Unreadable as error:
         return error
     return tokens
+
+
+@contextmanager
+def _without_panics() -> Iterator[None]:
+    """Hide what a library in Rust writes to the standard error stream where it panics; all else is passed on."""
+    try:
+        stream = os.dup(2)
+    except OSError:  # a closed stream has no reader
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":
+                os.ftruncate(written.fileno(), 0)
+            raise
+        finally:
+            os.dup2(stream, 2)
+            os.close(stream)
+            written.seek(0)
+            os.write(2, written.read())
 
 
 def _check_tokens(tokens: tuple[int, ...], name: str, vocabulary: int) -> None:
