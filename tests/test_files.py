@@ -374,3 +374,21 @@ def test_a_folder_is_known_to_be_writable_before_any_work(tmp_path):
         check_writable(tmp_path / "file")
     with pytest.raises(StorageError, match="File name too long"):
         check_writable(tmp_path / ("x" * 300))
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    """Whoever had locked it may have removed it: a lock on a folder without a name would guard nothing."""
+    flock, calls = fcntl.flock, []
+
+    def remove_first(handle, operation):
+        calls.append(handle)
+        if len(calls) == 1:
+            (tmp_path / "run").rmdir()
+        flock(handle, operation)
+
+    monkeypatch.setattr(files.fcntl, "flock", remove_first)
+    with lock(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()
+        with pytest.raises(FolderLocked), lock(tmp_path / "run"):
+            pass
+    assert len(calls) == 3

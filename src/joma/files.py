@@ -285,21 +285,36 @@ def lock(folder: Path) -> Iterator[None]:
 
     The lock is the kernel's, on the folder itself: it ends with the process, however that ends, and leaves no file.
     """
+    handle = _locked_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as cause:
-        raise storage_error(folder, cause) from None
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            remedy = "wait for it or choose another folder"
-            raise FolderLocked(f"{folder} is locked by another process; {remedy}.") from None
-        except OSError as cause:
-            reason = os.strerror(cause.errno) if cause.errno else cause
-            raise StorageError(f"cannot lock {folder}: {reason}; choose a folder on another disk.") from None
         yield
     finally:
         with suppress(OSError):  # closed all the same, and the lock with it
             os.close(handle)
+
+
+def _locked_folder(folder: Path) -> int:
+    """Make the folder if there is none and lock it; return the handle that holds the lock."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as cause:
+            raise storage_error(folder, cause) from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                return handle
+        except FileNotFoundError:  # whoever had locked it has removed it, and perhaps made another one
+            pass
+        except OSError as cause:
+            os.close(handle)
+            raise _lock_error(folder, cause) from None
+        os.close(handle)
+
+
+def _lock_error(folder: Path, cause: OSError) -> StorageError:
+    if isinstance(cause, BlockingIOError):
+        return FolderLocked(f"{folder} is locked by another process; wait for it or choose another folder.")
+    reason = os.strerror(cause.errno) if cause.errno else cause
+    return StorageError(f"cannot lock {folder}: {reason}; choose a folder on another disk.")

@@ -110,18 +110,18 @@ class Run:
         a training is stored in them.
         """
         new_folders = self._missing_folders()
-        try:
-            with lock(self.path):
+        with lock(self.path):  # while the folders are removed, too: nobody else may begin the run in them
+            try:
                 remove_leftovers(self.path, deep=True)
                 self._check_identity()
                 yield
-        except InputError:
-            if self.path in new_folders and not any(self.path.glob("checkpoints/*/*")):
-                shutil.rmtree(self.path, ignore_errors=True)  # the bad input is what to report
-            for folder in new_folders[1:]:
-                with suppress(OSError):  # another run may be in it by now
-                    folder.rmdir()
-            raise
+            except InputError:
+                if self.path in new_folders and not any(self.path.glob("checkpoints/*/*")):
+                    shutil.rmtree(self.path, ignore_errors=True)  # the bad input is what to report
+                for folder in new_folders[1:]:
+                    with suppress(OSError):  # another run may be in it by now
+                        folder.rmdir()
+                raise
 
     def _missing_folders(self) -> list[Path]:
         """Return the folders that have to be made for the run, the innermost first; refuse one that is itself a run."""

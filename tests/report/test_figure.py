@@ -162,3 +162,11 @@ def test_only_saved_figures_that_are_not_kept_are_removed(tmp_path):
     clear(tmp_path, keep=["1-line"])
     assert {path.stem for path in tmp_path.iterdir()} == {"1-line", "3-lacks-its-pdf", "named"}
     clear(tmp_path / "none", keep=[])
+
+
+def test_figures_that_were_being_removed_when_the_process_died_are_removed(tmp_path):
+    for name in ("1-line.svg", "2-old.pdf", "2-old.txt", "2-mine.pdf", "secret.txt"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "figures").mkdir()
+    clear(tmp_path, keep=["1-line"], earlier=["1-line", "2-old", "3-gone", "../secret", "1-/../secret"])
+    assert {path.name for path in tmp_path.iterdir()} == {"1-line.svg", "2-mine.pdf", "secret.txt", "figures"}

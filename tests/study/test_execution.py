@@ -10,8 +10,8 @@ from joma import open_run
 from joma.arguments import InputError
 from joma.files import DamagedFile, FolderLocked, StorageError, checksum, lock
 from joma.manifest import read_manifest, write_manifest
-from joma.runs import Description, find_runs, read_claims, reopen, write_trajectory
-from joma.study import at_least, execute, judge
+from joma.runs import Description, check_run, find_runs, read_claims, reopen, write_trajectory
+from joma.study import Drawing, at_least, execute, judge
 from toy_study import STUDY, Config
 
 
@@ -157,6 +157,37 @@ def test_judging_makes_no_run_younger(tmp_path):
     os.utime(old / "trajectory.nc", (0, 0))
     judge(STUDY, old)
     assert find_runs(tmp_path) == [old, new]
+
+
+@pytest.mark.parametrize("removed", [(".svg",), (".svg", ".pdf")])
+def test_figures_of_an_earlier_judging_are_removed_though_the_process_died_meanwhile(tmp_path, removed):
+    path = execute(dataclasses.replace(STUDY, figures={"old": STUDY.figures["line"]}), out=tmp_path).path
+    reopen(path)
+    for suffix in removed:
+        (path / "figures" / f"1-old{suffix}").unlink()
+    judge(STUDY, path)
+    assert sorted(file.name for file in (path / "figures").iterdir()) == ["1-line.pdf", "1-line.svg", "1-line.txt"]
+    check_run(path)
+
+
+def test_a_trajectory_that_is_altered_while_it_is_judged_is_not_made_a_good_one(tmp_path):
+    path = execute(STUDY, out=tmp_path).path
+
+    def draw(trajectory):
+        content = bytearray((path / "trajectory.nc").read_bytes())
+        content[-1] ^= 1
+        (path / "trajectory.nc").write_bytes(content)
+        return toy_study.draw(trajectory)
+
+    judge(dataclasses.replace(STUDY, figures={"line": Drawing(draw, "A line.")}), path)
+    with pytest.raises(DamagedFile, match=r"trajectory\.nc is altered"):
+        check_run(path)
+
+
+def test_judging_a_folder_that_does_not_exist_makes_none(tmp_path):
+    with pytest.raises(StorageError, match=r"no run at .*nowhere"):
+        judge(STUDY, tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_of_another_version_is_not_judged(tmp_path):
