@@ -327,7 +327,7 @@ def test_a_checked_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypa
 def test_a_checked_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
     file = tmp_path / "a.bin"
     write_checked(file, b"old")
-    read, reads = files.Path.read_bytes, []
+    read, reads = files._content, []
 
     def replaced_after(path):
         content = read(path)
@@ -336,8 +336,9 @@ def test_a_checked_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path
             write_checked(file, b"new")
         return content
 
-    monkeypatch.setattr(files.Path, "read_bytes", replaced_after)
+    monkeypatch.setattr(files, "_content", replaced_after)
     assert read_checked(file, "write it again") == b"new"
+    assert reads == [file]
 
 
 @settings(max_examples=40)

@@ -142,9 +142,9 @@ def damage(file: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flipped", "cut", "longer", "missing", "folder", "pipe"])
-@pytest.mark.parametrize("first", [0, 1 << 24])
-def test_every_damage_is_named_by_every_reader(folder, monkeypatch, kind, first):
-    monkeypatch.setattr(module, "CHECKED_FIRST", first)
+@pytest.mark.parametrize("arrays", [[], [(0, 200)], [(10, 100), (120, 256)]])
+def test_every_damage_is_named_by_every_reader(folder, kind, arrays):
+    write_manifest(folder, IDENTITY, ["figures/1-é.svg", "a.bin"], arrays={"a.bin": arrays})
     damage(folder / "a.bin", kind)
     manifest = read(folder)
     manifest.check(["figures/1-é.svg"])
@@ -157,8 +157,25 @@ def test_every_damage_is_named_by_every_reader(folder, monkeypatch, kind, first)
         (folder / "a.bin").read_bytes()
 
 
-def test_an_error_that_damage_causes_is_replaced_by_the_damage(folder, monkeypatch):
-    monkeypatch.setattr(module, "CHECKED_FIRST", 0)
+@given(st.data())
+def test_only_the_numbers_of_arrays_are_read_before_they_are_checked(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("arrays")
+    content = bytes(range(256))
+    bounds = sorted(data.draw(st.lists(st.integers(0, 256), min_size=2, max_size=6, unique=True)))
+    arrays = list(zip(bounds[::2], bounds[1::2], strict=False))
+    (folder / "a.bin").write_bytes(content)
+    write_manifest(folder, IDENTITY, ["a.bin"], arrays={"a.bin": arrays})
+    with read(folder).checking("a.bin"):
+        pass
+    place, began = data.draw(st.integers(0, 255)), False
+    (folder / "a.bin").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with pytest.raises(DamagedFile, match=r"a\.bin is altered"), read(folder).checking("a.bin"):
+        began = True
+    assert began == any(start <= place < stop for start, stop in arrays)
+
+
+def test_an_error_that_damage_causes_is_replaced_by_the_damage(folder):
+    write_manifest(folder, IDENTITY, ["a.bin"], arrays={"a.bin": [(0, 200)]})
     with pytest.raises(ZeroDivisionError), read(folder).checking("a.bin"):
         _ = 1 / 0
     damage(folder / "a.bin", "flipped")

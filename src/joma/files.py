@@ -11,9 +11,11 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +197,8 @@ def read_checked(path: Path, remedy: str) -> bytes:
     digest = None
     while True:
         try:
-            content = path.read_bytes()
-        except OSError as cause:
+            content = _content(path)
+        except (OSError, MemoryError) as cause:
             raise read_error(path, cause) from None
         previous, digest = digest, hashlib.sha256(content).hexdigest()
         if digest in stored_checksums(path, remedy):
@@ -209,7 +211,8 @@ def stored_checksums(path: Path, remedy: str) -> list[str]:
     """Return the checksums that are stored beside a file: one, or two if it was being replaced."""
     file = checksum_file(path)
     try:
-        lines = file.read_bytes()[:CHECKSUM_BYTES].decode("ascii").splitlines()
+        with open_file(file) as opened:
+            lines = opened.read(CHECKSUM_BYTES).decode("ascii").splitlines()
     except FileNotFoundError:
         raise DamagedFile(path, f"has no checksum file {file.name}", remedy) from None
     except (OSError, UnicodeDecodeError):
@@ -235,13 +238,12 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read JSON from `path`; a missing or broken file is a `StorageError` that names it."""
     try:
-        if path.stat().st_size > MAX_JSON:
-            raise StorageError(f"{path} is no JSON of ours: it has more than {MAX_JSON:,} bytes; check the path.")
-        content = path.read_bytes()
-    except StorageError:
-        raise
+        with open_file(path) as file:
+            content = file.read(MAX_JSON + 1)
     except OSError as cause:
         raise read_error(path, cause) from None
+    if len(content) > MAX_JSON:
+        raise StorageError(f"{path} is no JSON of ours: it has more than {MAX_JSON:,} bytes; check the path.")
     return parse_json(path, content)
 
 
@@ -262,9 +264,26 @@ def exists(path: Path) -> bool:
         raise read_error(path, cause) from None
 
 
-def read_error(path: Path, cause: OSError) -> StorageError:
+def open_file(path: Path) -> BufferedReader:
+    """Open a file for reading; raise `OSError` at once for anything else, such as a pipe, which has no end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is not a file")
+    return file
+
+
+def _content(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_error(path: Path, cause: OSError | MemoryError) -> StorageError:
     """Return an error that says in one line why `path` cannot be read."""
-    reason = os.strerror(cause.errno) if cause.errno else cause
+    if isinstance(cause, MemoryError):
+        reason = "it does not fit into memory"
+    else:
+        reason = os.strerror(cause.errno) if cause.errno else cause
     return StorageError(f"cannot read {path}: {reason}; check the path.")
 
 
@@ -275,7 +294,7 @@ def short_hash(text: str, letters: int) -> str:
 
 def checksum(path: Path) -> str:
     """Return the SHA-256 of a file's content in hexadecimal."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -10,26 +10,35 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from joma.files import MAX_JSON, DamagedFile, checksum, read_error, write_text
+from joma.files import MAX_JSON, DamagedFile, checksum, open_file, read_error, write_text
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-CHECKED_FIRST = 1 << 24  # bytes; a larger file is read while its checksum is computed, not after it
+BLOCK = 1 << 24  # bytes that are in memory at once
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Size and SHA-256 of one file."""
+    """Size and SHA-256 of one file.
+
+    Attributes:
+        size, sha256: of the whole file.
+        arrays: where large arrays lie in it, from byte to byte, in order. A reader of the file takes whatever is there
+            for numbers, so that damage there can do no more than change numbers.
+        structure: the SHA-256 of everything else.
+    """
 
     size: int
     sha256: str
+    arrays: Sequence[tuple[int, int]] = ()
+    structure: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,13 +79,17 @@ class Manifest:
     def checking(self, name: str) -> Iterator[None]:
         """Check a file that is read inside the block.
 
-        A small file is checked before it is read. A large one is checked by another thread while it is read, and an
-        error that its damage causes is replaced by `DamagedFile`.
+        It is checked before it is read: on a damaged HDF5 file, HDF5 may run for ever. Only the numbers of large arrays
+        are checked by another thread while they are read. If they are damaged, `DamagedFile` replaces any other error.
         """
-        if self._check_size(name) <= CHECKED_FIRST:
+        self._check_size(name)
+        entry = self.files[name]
+        if not entry.arrays:
             self.check([name])
             yield
             return
+        if _structure(self.folder / name, entry.arrays) != entry.structure:
+            raise self._damaged(name, "is altered since it was written")
         with ThreadPoolExecutor(1) as executor:
             digest = executor.submit(file_checksum, self.folder / name)
             try:
@@ -84,8 +97,8 @@ class Manifest:
             finally:
                 self._compare(name, digest.result())
 
-    def _check_size(self, name: str) -> int:
-        """Return the size of a file, after checking that it is a file of the size that was written."""
+    def _check_size(self, name: str) -> None:
+        """Check that a name is that of a file of the size that was written."""
         if name not in self.files and not self.complete:
             problem = "was being written when its writer was stopped, or is being written now"
             raise DamagedFile(self.folder / name, problem, "run the command that writes it again")
@@ -101,7 +114,6 @@ class Manifest:
             raise self._damaged(name, "is not a file")
         if status.st_size != self.files[name].size:
             raise self._damaged(name, "is cut short or altered since it was written")
-        return status.st_size
 
     def _compare(self, name: str, digest: str) -> None:
         if digest != self.files[name].sha256:
@@ -118,26 +130,59 @@ def write_manifest(
     *,
     complete: bool = True,
     earlier: Manifest | None = None,
+    arrays: Mapping[str, Sequence[tuple[int, int]]] | None = None,
 ) -> None:
     """Write the manifest of the files `names`, which are all in place.
 
-    Entries of an `earlier` manifest are copied: a file that was altered since then must not become a good one.
+    Entries of an `earlier` manifest are copied: a file that was altered since then must not become a good one. `arrays`
+    says where large arrays lie in a file (`Entry`).
     """
+    places = arrays or {}
     known = {} if earlier is None else earlier.files
     content = {
         "format": FORMAT,
         "identity": dict(identity),
         "complete": complete,
-        "files": {name: asdict(known[name] if name in known else _entry(folder / name)) for name in sorted(names)},
+        "files": {
+            name: _fields(known[name] if name in known else _entry(folder / name, places.get(name, ())))
+            for name in sorted(names)
+        },
     }
     write_text(folder / MANIFEST, _serialised(content))
 
 
-def _entry(path: Path) -> Entry:
+def _entry(path: Path, arrays: Sequence[tuple[int, int]]) -> Entry:
+    structure = _structure(path, arrays) if arrays else ""
     try:
-        return Entry(path.stat().st_size, checksum(path))
+        return Entry(path.stat().st_size, checksum(path), arrays, structure)
     except OSError as cause:
         raise read_error(path, cause) from None
+
+
+def _fields(entry: Entry) -> dict[str, Any]:
+    """Return an entry as it is stored: without arrays if it has none."""
+    fields = asdict(entry)
+    return fields if entry.arrays else {name: fields[name] for name in ("size", "sha256")}
+
+
+def _parsed_entry(*, arrays: Iterable[Iterable[int]] = (), **fields: Any) -> Entry:
+    return Entry(arrays=[(start, stop) for start, stop in arrays], **fields)
+
+
+def _structure(path: Path, arrays: Sequence[tuple[int, int]]) -> str:
+    """Return the SHA-256 of everything in a file but its arrays."""
+    digest, position = hashlib.sha256(), 0
+    try:
+        with open_file(path) as file:
+            for start, stop in (*arrays, (path.stat().st_size, 0)):
+                file.seek(position)
+                while position < start and (block := file.read(min(BLOCK, start - position))):
+                    digest.update(block)
+                    position += len(block)
+                position = stop
+    except OSError as cause:
+        raise read_error(path, cause) from None
+    return digest.hexdigest()
 
 
 def read_manifest(folder: Path, *, remedy: str = "restore it") -> Manifest | None:
@@ -147,7 +192,7 @@ def read_manifest(folder: Path, *, remedy: str = "restore it") -> Manifest | Non
         text = _read_text(path)
         content = json.loads(text)
         del content["sha256"]
-        files = {name: Entry(**entry) for name, entry in content["files"].items()}
+        files = {name: _parsed_entry(**entry) for name, entry in content["files"].items()}
         identity, complete, number = dict(content["identity"]), bool(content["complete"]), content["format"]
         intact = text == _serialised(content) and all(map(_is_inside, files))
     except FileNotFoundError:
@@ -165,7 +210,7 @@ def read_manifest(folder: Path, *, remedy: str = "restore it") -> Manifest | Non
 
 def _read_text(path: Path) -> str:
     """Return the text of a manifest; a file that is far too long for one is not read."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         content = file.read(MAX_JSON + 1)
     if len(content) > MAX_JSON:
         raise ValueError("too long")

@@ -8,6 +8,7 @@ manifest is complete. Every reader checks what it reads against the manifest.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -43,6 +44,7 @@ from joma.files import (
 from joma.manifest import MANIFEST, Manifest, file_checksum, read_manifest, write_manifest
 
 TRAJECTORY, CONFIG, CLAIMS, FIGURES = "trajectory.nc", "config.json", "claims.json", "figures"
+LARGE_ARRAY = 1 << 22  # bytes; a larger array is read while its checksum is computed, not after it
 PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib")
 
 
@@ -144,7 +146,8 @@ class Run:
         stored = {name: value for name, value in _read_fields(file).items() if name != "preset"}
         if stored != json.loads(json.dumps(self.identity)):
             other = f"study {stored.get('study')!r}, version {stored.get('version')}"
-            raise StorageError(f"{self.path} holds another run ({other}); move it away or choose another `--out`.")
+            remedy = "move the folder away or choose another `--out`"
+            raise StorageError(f"{file} says that its folder holds another run ({other}); {remedy}.")
 
     @property
     def stage(self) -> Literal["begun", "trained", "finished"]:
@@ -174,10 +177,15 @@ class Run:
 def log(path: Path, line: str) -> None:
     """Append one line, with the time, to a run's `log.txt`."""
     try:
-        with (path / "log.txt").open("a", encoding="utf-8") as file:
+        with open(path / "log.txt", "a", encoding="utf-8", opener=_open_without_waiting) as file:
             file.write(f"{now()} {line}\n")
     except OSError as cause:
         raise storage_error(path / "log.txt", cause) from None
+
+
+def _open_without_waiting(name: str, flags: int) -> int:
+    """Open a file to write to; a pipe in its place raises an error instead of waiting for a reader."""
+    return os.open(name, flags | os.O_NONBLOCK, 0o666)
 
 
 def check_run(path: Path) -> Manifest:
@@ -220,7 +228,24 @@ def _write_stage(path: Path, *, complete: bool, results: Iterable[str] = ()) -> 
     """Write the manifest of config and trajectory, and of claims and figures if the run is complete."""
     names = [CONFIG, TRAJECTORY, *results]
     earlier = read_manifest(path, remedy=_restore(path))
-    write_manifest(path, _read_fields(path / CONFIG), names, complete=complete, earlier=earlier)
+    arrays = {} if earlier else {TRAJECTORY: _large_arrays(path / TRAJECTORY)}
+    write_manifest(path, _read_fields(path / CONFIG), names, complete=complete, earlier=earlier, arrays=arrays)
+
+
+def _large_arrays(file: Path) -> list[tuple[int, int]]:
+    """Return where the large arrays lie in a trajectory that was just written, from byte to byte, in order.
+
+    Arrays in chunks and those of text are not among them: to read them, HDF5 follows addresses that lie beside them.
+    """
+    import h5py
+
+    places = []
+    with h5py.File(file, "r") as root:
+        for dataset in root.values():
+            if isinstance(dataset, h5py.Dataset) and dataset.dtype.kind in "biufc" and dataset.nbytes >= LARGE_ARRAY:
+                start = dataset.id.get_offset()  # None unless it is stored in one piece
+                places += [] if start is None else [(start, start + dataset.id.get_storage_size())]
+    return sorted(places)
 
 
 def _manifest(path: Path) -> Manifest:
@@ -323,8 +348,7 @@ def open_run(path: str | Path, *, check: bool = True) -> xr.Dataset:
     if not check:
         return _load(file)
     if _stands_alone(file):
-        remedy = "restore both, or read it unchecked with `open_run(path, check=False)`"
-        return _load(file, read_checked(file, remedy))
+        return _load_recording(file)
     manifest = _manifest(file.parent)
     with manifest.checking(file.name):
         dataset = _load(file)
@@ -340,6 +364,12 @@ def _stands_alone(file: Path) -> bool:
     if manifest is not None and file.name in manifest.files:
         return False
     return file.name != TRAJECTORY or exists(checksum_file(file))
+
+
+def _load_recording(file: Path) -> xr.Dataset:
+    """Read a file that `write_recording` wrote."""
+    memory.check(str(file), file.stat().st_size, "open it with xarray, lazily")
+    return _load(file, read_checked(file, "restore both, or read it unchecked with `open_run(path, check=False)`"))
 
 
 def _check_agreement(path: Path, dataset: xr.Dataset, identity: Mapping[str, Any]) -> None:
@@ -438,7 +468,7 @@ def _is_run(path: Path) -> bool:
     """Return whether a folder is that of a run; one that is damaged or may not be read is taken for a run."""
     try:
         manifest = read_manifest(path)
-        return exists(path / CLAIMS) if manifest is None else "study" in manifest.identity
+        return exists(path / CLAIMS) if manifest is None else "study" in manifest.identity or exists(path / CONFIG)
     except StorageError:
         return True
 

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 import xarray as xr
 
+from joma.arguments import InputError
 from joma.files import StorageError, exists, remove_leftovers, write_text
 from joma.manifest import Manifest
 from joma.report.table import number, spread
@@ -49,7 +50,7 @@ def write_report(out: Path, order: Sequence[str] = ()) -> Report:
     for path in paths:
         try:
             sections.append(_section(path))
-        except StorageError as problem:
+        except (StorageError, InputError) as problem:  # such as a run that does not fit into memory
             left_out.append(str(problem))
     if not sections:
         raise StorageError(f"no intact run below {out}: {left_out[0]}")

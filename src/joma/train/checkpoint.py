@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from joma.files import checksum, remove, remove_leftovers, write_bytes, write_text
+from joma.files import CHECKSUM_BYTES, checksum, open_file, remove, remove_leftovers, write_bytes, write_text
 
 KEEP = 2
 STEP = "step"  # the entry of the stored identity that names the checkpoint's step
@@ -102,22 +102,24 @@ class CheckpointStore:
 
     def _read(self, step: int, faults: list[str]) -> TrainingCheckpoint | None:
         """Return the checkpoint of `step` if it is intact; otherwise None, and append what is wrong to `faults`."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         file, checksum_file = self._files(step)
         try:
             if not checksum_file.exists():
                 faults.append(f"{file} has no checksum file")
-            elif checksum_file.read_bytes().split()[:1] != [checksum(file).encode()]:
+                return None
+            identity = _stored_identity(file)
+            with open_file(checksum_file) as stored:
+                digest = stored.read(CHECKSUM_BYTES).split()[:1]
+            if identity is None or digest != [checksum(file).encode()]:
                 faults.append(f"{file} is cut short or altered")
+            elif identity.pop(STEP, None) in (None, str(step)):  # a checkpoint of version 0.1.0 has no step
+                return TrainingCheckpoint(step, load_file(file), identity)
             else:
-                with safe_open(file, "pt") as content:
-                    identity = json.loads((content.metadata() or {}).get("about", "{}"))
-                if identity.pop(STEP, None) in (None, str(step)):  # a checkpoint of version 0.1.0 has no step
-                    return TrainingCheckpoint(step, load_file(file), identity)
                 faults.append(f"{file} holds another step than its name says")
-        except (OSError, SafetensorError, ValueError) as cause:
+        except (OSError, SafetensorError) as cause:
             faults.append(f"{file} cannot be read ({cause})")
         return None
 
@@ -134,3 +136,19 @@ class CheckpointStore:
         """Return the paths of a checkpoint and of its checksum."""
         file = self.folder / f"{step}.safetensors"
         return file, file.with_name(file.name + ".sha256")
+
+
+def _stored_identity(file: Path) -> dict[str, str] | None:
+    """Return what a checkpoint stores about its run, None if its header is broken or tells another size of the file.
+
+    The header is read before the checksum is computed, because of a file that grew: it may be too long to be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    open_file(file).close()  # raises an error for a pipe, on which safetensors would wait
+    try:
+        with safe_open(file, "pt") as content:
+            identity = json.loads((content.metadata() or {}).get("about", "{}"))
+    except (SafetensorError, ValueError):
+        return None
+    return identity if isinstance(identity, dict) else {}
