@@ -112,4 +112,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from robustness.__main__ import main as start  # new processes can import this name, and not `__main__`
+
+    sys.exit(start())

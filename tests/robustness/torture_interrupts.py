@@ -257,4 +257,4 @@ def torture(scale: float) -> dict[str, int]:
         print(failure, file=sys.stderr)  # noqa: T201
     milliseconds = [round(1000 * seconds) for seconds in tally.latencies] or [0]
     figures = {"ms until the line, median": round(median(milliseconds)), "ms until the line, most": max(milliseconds)}
-    return {**tally.kinds, **figures, "failures": len(tally.failures)}
+    return {**tally.kinds, **figures, "Ctrl-C failed": len(tally.failures)}
