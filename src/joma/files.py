@@ -144,10 +144,21 @@ def storage_error(path: Path, cause: OSError) -> StorageError:
     return StorageError(f"cannot write {path}: {os.strerror(number) if number else cause}; {remedy}.")
 
 
+def _exists(path: Path) -> bool:
+    """Return whether there is something at `path`; raise `OSError` if it leads nowhere, in circles or is refused."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise
+        return False
+    return True
+
+
 def check_writable(folder: Path) -> None:
     """Raise `StorageError` if the folder cannot be made or written to, before any work is done for it."""
     try:
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        existing = next(path for path in (folder, *folder.absolute().parents) if _exists(path))
         if not existing.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "refused")
         if os.statvfs(existing).f_flag & os.ST_RDONLY:

@@ -236,3 +236,9 @@ def test_mean_attention_needs_a_forward_pass_and_pull_a_backward_pass():
     block(torch.ones(SAMPLES, TOKENS), torch.zeros(SAMPLES, dtype=torch.long))
     with pytest.raises(StateError, match="`block` needs a backward pass first"):
         block.pull()
+
+
+@pytest.mark.parametrize("sizes", [{"tokens": 10**8, "hidden": 1}, {"tokens": 2, "hidden": 10**15}])
+def test_sizes_beyond_memory_are_refused_before_anything_is_allocated(sizes):
+    with pytest.raises(InputError, match=r"`config` must be small enough for this machine's memory, got a size of .*B"):
+        Block(BlockConfig(**sizes), generators=[torch.Generator()])

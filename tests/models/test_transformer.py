@@ -392,3 +392,16 @@ def test_a_token_outside_the_vocabulary_reads_no_other_seed(tokens):
 def test_bad_calls_are_named(call, message):
     with pytest.raises(InputError, match=message):
         call(make(WIKITEXT))
+
+
+@pytest.mark.parametrize("sizes", [{"width": 10**8}, {"width": 8, "layers": 10**12}, {"width": 8, "hidden": 10**15}])
+def test_sizes_beyond_memory_are_refused_before_anything_is_allocated(sizes):
+    with pytest.raises(InputError, match=r"`config` must be small enough for this machine's memory, got a size of .*B"):
+        Decoder(DecoderConfig(vocabulary=10, **sizes), generators=[torch.Generator()])
+
+
+def test_the_count_of_parameters_is_right_but_for_biases_and_norms():
+    config = DecoderConfig(7, 8, 2, hidden=5, outputs=3, length=6, positions="learned", norm="none")
+    bare = {"attention_bias": False, "mlp_bias": False, "head_bias": False}
+    model = Decoder(dataclasses.replace(config, **bare), generators=[torch.Generator()])
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count

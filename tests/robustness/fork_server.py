@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,8 @@ def _be_the_child(
             _drop_capabilities()
         from joma.__main__ import run
 
+        warnings.resetwarnings()  # pytest turns them into errors
+        warnings.simplefilter("ignore", DeprecationWarning)
         sys.argv = ["joma", *args]
         code = run()
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from joma import memory
 from joma.arguments import InputError, StateError, choice, scalar, whole
 from joma.kernels.gelu import gelu
+from joma.models.initialisation import COPIES
 from joma.noise import check_generators
 
 
@@ -124,6 +126,9 @@ class Block(nn.Module):
         self.config, self.attention = config, ATTENTIONS[config.attention]
         self.activation = ACTIVATIONS[config.activation]
         tokens, hidden, queries, scale = int(config.tokens), int(config.hidden), int(config.queries), config.scale
+        dim = int(config.dim or tokens + queries) if embeddings is None else len(embeddings)
+        numbers = dim * (tokens + queries) + COPIES * len(generators) * (dim * hidden + queries * tokens)
+        memory.check("config", numbers * dtype.itemsize, "choose fewer tokens, hidden units or seeds")
         columns = _embeddings(embeddings, config.dim, tokens + queries).to(dtype)
         if config.skip and hidden > len(columns):
             raise InputError("hidden", f"at most dim = {len(columns)} with `skip`", hidden, "widen `dim`")

@@ -84,3 +84,14 @@ class DecoderConfig:
             raise InputError("residual", expected, self.residual, "give one pair for each layer")
         if not 0.0 <= self.dropout < 1.0:
             raise InputError("dropout", "in [0, 1)", self.dropout, "give the probability of dropping a number")
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of parameters of one seed, to within the few of biases and norms.
+
+        >>> DecoderConfig(vocabulary=10, width=8, layers=2).parameter_count
+        1696
+        """
+        hidden, outputs = self.hidden or 4 * self.width, self.outputs or self.vocabulary
+        tables = self.vocabulary + (0 if self.tied else outputs) + (self.length or 0) * (self.positions != "none")
+        return self.width * (tables + self.layers * (4 * self.width + 2 * hidden))

@@ -26,6 +26,7 @@ class Init(NamedTuple):
 
 
 _LINEAR, _FLAT = Init(lambda rows, _: rows**-0.5, bias=True), Init(lambda *_: 0.1)
+COPIES = 2  # of every parameter while a model is created: those that the seeds draw, and all of them as one tensor
 _STACKED = Init(lambda rows, columns: math.sqrt(6 / (rows + 3 * columns)))  # W_Q, W_K, W_V drawn as one matrix
 _ROLES = ("embedding", "attention", "projection", "mlp", "head")
 INITS: dict[str, dict[str, Init]] = {

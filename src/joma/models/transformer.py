@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from joma import memory
 from joma.arguments import InputError, choice, whole
 from joma.kernels.head import surprisal
 from joma.kernels.table import MAX_ROWS, lookup
 from joma.models.config import CHOICES, SITES, DecoderConfig
-from joma.models.initialisation import INITS, ParameterDraw
+from joma.models.initialisation import COPIES, INITS, ParameterDraw
 from joma.models.layers import (
     NOTHING_WATCHED,
     WATCHABLE,
@@ -75,6 +76,8 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         check_generators(generators)
+        needed = COPIES * len(generators) * config.parameter_count * dtype.itemsize
+        memory.check("config", needed, "choose a smaller width, fewer layers or fewer seeds")
         if residual is not None and residual.shape != (len(generators), config.layers, 2):
             expected = f"of shape {(len(generators), config.layers, 2)}: seed, layer, attention and MLP"
             raise InputError("residual", expected, tuple(residual.shape), "give a pair for each layer of each seed")

@@ -38,6 +38,7 @@ from joma.runs import (
 )
 from joma.study.claim import Claim
 from joma.study.context import Context
+from joma.theory.integration import IntegrationError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -157,8 +158,7 @@ def _train(study: Study, config: Any, run: Run, preset: str, context: Context) -
     """Run a study and store its trajectory."""
     run.begin(preset)
     start = time.perf_counter()
-    remedy = "choose smaller sizes or fewer seeds"
-    with _threads(study.threads), memory.refusing(f"config of {study.name}", remedy):
+    with _threads(study.threads), _refusing_extremes(study, config):
         result = study.run(config, context)
     _warn_of_diverged_seeds(result, run)
     run.save(result, device=context.device, wall_time=time.perf_counter() - start)
@@ -256,6 +256,23 @@ def _check_value(name: str, value: Any) -> None:
         raise InputError(name, "finite", value, "give a finite number")
     elif isinstance(value, int) and abs(value) > MAX_WHOLE:
         raise InputError(name, "a number that 64 bits hold", f"{float(value):.3g}", "give a smaller number")
+
+
+@contextmanager
+def _refusing_extremes(study: Study, config: Any) -> Iterator[None]:
+    """Raise `InputError` if a changed config asks for more memory, or larger numbers, than there are.
+
+    The same in a preset's own config is a defect of the study, and raised as it is.
+    """
+    name = f"config of {study.name}"
+    try:
+        with memory.refusing(name, "choose smaller sizes or fewer seeds"):
+            yield
+    except (ArithmeticError, IntegrationError) as cause:
+        if config in [preset.config for preset in study.presets.values()]:
+            raise
+        expected, remedy = "numbers that can be computed with", "choose numbers nearer to those of the preset"
+        raise InputError(name, expected, short_reason(cause), remedy, must="have") from None
 
 
 @contextmanager
