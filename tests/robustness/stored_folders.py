@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -189,13 +189,11 @@ def finished_runs(folder: Path) -> Iterator[Stored]:
     yield Stored("a run of version 0.1.0", legacy, {key: readers[key] for key in ("run", "joma run")}, part=name)
     trained = folder / "trained" / "out"
     shutil.copytree(out, trained)
-    with mock.patch("joma.study.execution.finish", side_effect=KeyboardInterrupt):
-        try:
-            judge(TOY, trained / name)
-        except KeyboardInterrupt:
-            manifests = {"of the finished run": {f"{name}/{MANIFEST}": (out / name / MANIFEST).read_bytes()}}
-            not_yet = {key: reader for key, reader in readers.items() if "report" not in key}
-            yield Stored("a trained run", trained, not_yet, {f"{name}/{MANIFEST}": manifests}, name)
+    with mock.patch("joma.study.execution.finish", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+        judge(TOY, trained / name)
+    manifests = {"of the finished run": {f"{name}/{MANIFEST}": (out / name / MANIFEST).read_bytes()}}
+    not_yet = {key: reader for key, reader in readers.items() if "report" not in key}
+    yield Stored("a trained run", trained, not_yet, {f"{name}/{MANIFEST}": manifests}, name)
 
 
 def large_run(folder: Path) -> Stored:

@@ -50,10 +50,11 @@ def all_stored(folder: Path) -> Iterator[Stored]:
 def damage_all(stored: Stored, tally: Tally, folder: Path, scale: float) -> None:
     """Try a fixed sample of the damages of every file of a stored folder, the larger the larger `scale`."""
     trials = Trials(stored, tally, folder)
-    for file in stored.files:
+    for number, file in enumerate(stored.files):
         every = list(damages(stored, file, folder, round(BYTES * max(1.0, scale))))
         count = min(len(every), max(1, round(SHARE * scale * len(every))))
-        for index, single in enumerate(random.Random(f"{stored.name} {file}").sample(every, count)):
+        sample = random.Random(f"{stored.name} {file}").sample(every, count)
+        for index, single in enumerate(sample, start=5 * number):
             trials.run(file, [single], readers(stored, file, index))
 
 
