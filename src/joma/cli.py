@@ -380,7 +380,7 @@ def main(args: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             return interrupt.end_interrupted()
         except Exception as problem:
-            return interrupt.end_interrupted() if interrupt.was_interrupted() else _report_failure(problem)
+            return _report_failure(problem)
 
 
 def _run_command(args: list[str]) -> int:
@@ -418,6 +418,8 @@ def _report_failure(problem: Exception) -> int:
     if memory.is_exhausted(problem):
         complain(f"the memory of this machine does not suffice for {memory.asked_size(problem)}; use smaller sizes.")
         return BAD_INPUT
+    if interrupt.was_interrupted():
+        return interrupt.end_interrupted()
     traceback.print_exception(problem)
     complain(f"internal error ({type(problem).__name__}): please report it with the lines above.")
     return INTERNAL

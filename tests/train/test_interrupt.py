@@ -162,6 +162,27 @@ def test_a_second_ctrl_c_ends_a_step_in_c():
     assert [line[: len(NOTICE)] for line in notices] in ([], [NOTICE])  # the second may come before the notice
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        ("StorageError('the disk is full.')", 2, "joma: the disk is full.\n"),  # the step was not saved: that is said
+        ("RuntimeError('the compiler was killed')", EXIT_CODE, LAST_LINE),
+    ],
+)
+def test_errors_after_ctrl_c_are_a_consequence_of_it_unless_they_are_of_the_disk(error, code, line):
+    body = f"""
+    from joma import cli
+    from joma.files import StorageError
+    def fail(args):
+        with interrupt.interruptible():
+            press()
+        raise {error}
+    cli._run_command = fail
+    os._exit(cli.main([]))
+    """
+    assert command(body) == (code, "", line)
+
+
 def test_a_signal_that_is_sent_twice_counts_once():
     """As by `timeout`, which sends it to the process and to its group."""
     body = """
