@@ -50,7 +50,7 @@ def panels(data: xr.Dataset) -> dict:
 
 def cells(table) -> list[list[str]]:
     """Return the rows of a rich table."""
-    return [list(row) for row in zip(*(column.cells for column in table.columns), strict=True)]
+    return [[str(cell) for cell in row] for row in zip(*(column.cells for column in table.columns), strict=True)]
 
 
 def test_a_series_has_the_course_of_each_layer():
@@ -100,9 +100,9 @@ def test_tables_show_faults_first_and_a_dash_for_what_is_missing():
     data = series_data()
     data.entropy[:, 1] = np.nan
     audit, entropy, ranks, cosine = tables(data, [FAULT])
-    assert audit.title == "Audit"
+    assert str(audit.title) == "Audit"
     assert cells(audit) == [["misplaced", f"{FAULT.message}; download it again.", "1"]]
-    assert [column.header for column in entropy.columns] == [
+    assert [str(column.header) for column in entropy.columns] == [
         "layer",
         "heads",
         "start",
@@ -118,9 +118,22 @@ def test_tables_show_faults_first_and_a_dash_for_what_is_missing():
     assert cells(cosine)[0] == ["token embeddings", "0.2", "0.3", "0.2"]
 
 
+def test_a_table_names_the_steps_that_it_lacks():
+    data = series_data()
+    assert next(str(table.title) for table in tables(data, [])) == "Entropy of attention / nats"
+    data.entropy[3] = np.nan
+    data.hidden_cosine[1:] = np.nan
+    entropy, ranks, cosine = (str(table.title) for table in tables(data, []))
+    assert entropy == "Entropy of attention / nats\nnot measured at step 100"
+    assert ranks == "Stable rank of the MLP's lower matrices"
+    assert cosine == "Root mean square cosine\nhidden vectors not measured at steps 1, 8, 100"
+    assert summary(data)["missing_steps"] == {"entropy": [100], "hidden_cosine": [1, 8, 100]}
+    assert "Entropy / nats, step 8" in panels(data)
+
+
 def test_there_is_no_table_for_what_was_not_measured():
     only_ranks = series_data()[["stable_rank"]]
-    assert [table.title for table in tables(only_ranks, [])] == ["Stable rank of the MLP's lower matrices"]
+    assert [str(table.title) for table in tables(only_ranks, [])] == ["Stable rank of the MLP's lower matrices"]
 
 
 def test_the_summary_is_valid_json_with_null_for_nan():

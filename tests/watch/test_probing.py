@@ -323,3 +323,73 @@ def test_weights_of_another_kind_of_model_are_named(tmp_path):
         measure_weights(only)
     with pytest.raises(InputError, match="of which nothing can be measured"):
         probe(Checkpoints(tmp_path), text=TEXT)
+
+
+def measured(result, leave_out):
+    """Return the numbers of each checkpoint but one; what is computed over the series is left out."""
+    data = result.data.drop_vars([name for name in result.data if str(name).startswith("bounce_")])
+    return data.where(data.checkpoint != leave_out, drop=True)
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_hostile_config_changes_no_other_checkpoint_wherever_it_stands(series, tmp_path, step):
+    for name in ("step0", "step1", "step2"):
+        shutil.copytree(series / name, tmp_path / name)
+    expected = probe(Checkpoints(tmp_path), text=TEXT)
+    file = tmp_path / f"step{step}" / "config.json"
+    fields = json.loads(file.read_text())
+    for changes, kind in (({"max_position_embeddings": 8}, "architecture"), ({"vocab_size": 0}, "not measured")):
+        file.write_text(json.dumps(fields | changes))
+        result = probe(Checkpoints(tmp_path), text=TEXT)
+        assert [(fault.kind, fault.checkpoints) for fault in result.audit.faults] == [(kind, (f"step{step}",))]
+        assert result.audit.incomplete
+        assert result.data.entropy.sel(step=step).isnull().all()
+        assert result.data.stable_rank.equals(expected.data.stable_rank)
+        assert measured(result, f"step{step}").equals(measured(expected, f"step{step}"))
+
+
+def test_a_forward_pass_that_is_not_finite_is_not_averaged(series, tmp_path):
+    shutil.copytree(series, tmp_path / "series")
+    file = tmp_path / "series" / "step6" / "model.safetensors"
+    state = load_file(file)
+    state["gpt_neox.layers.0.attention.query_key_value.bias"][1] = torch.nan  # of one head's query
+    save_file(state, file)
+    result = probe(Checkpoints(tmp_path / "series"), text=TEXT)
+    (fault,) = result.audit.faults
+    assert (fault.kind, fault.checkpoints, fault.left_out) == ("not finite", ("step6",), ())
+    assert "finite forward pass, got NaN or infinities in the attention entropy of layers.0.attention" in fault.message
+    assert result.data.entropy.isnull().all(("layer", "head")).values.tolist() == [False] * 6 + [True]
+    assert result.data.stable_rank.notnull().all()
+
+
+def test_a_model_that_prints_or_exits_is_a_fault(series, monkeypatch, capfd):
+    class Leaving(torch.nn.Module):
+        config = None
+
+        def forward(self, **inputs):
+            print(sorted(inputs))  # noqa: T201
+            raise SystemExit(0)
+
+    monkeypatch.setattr(probing, "load", lambda *_: Leaving())
+    (fault,) = probe(Checkpoints(series), text=TEXT).audit.faults
+    assert "must be a model that runs on tokens, got Leaving (0)" in fault.message
+    assert capfd.readouterr() == ("", "")
+
+    class Interrupted(Leaving):
+        def forward(self, **_):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(probing, "load", lambda *_: Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        probe(Checkpoints(series), text=TEXT)
+
+
+def test_a_config_that_the_checkpoints_share_is_part_of_what_is_stored(tmp_path):
+    with configs.quiet():
+        neox().save_pretrained(tmp_path / "series" / "step0")
+    shared = tmp_path / "series" / "config.json"
+    (tmp_path / "series" / "step0" / "config.json").rename(shared)
+    series, store = Checkpoints(tmp_path / "series"), Store(tmp_path / "store")
+    assert probe(series, text=TEXT, store=store).data.sizes["head"] == 2
+    shared.write_text(json.dumps(json.loads(shared.read_text()) | {"num_attention_heads": 4}))
+    assert probe(series, text=TEXT, store=store).data.sizes["head"] == 4

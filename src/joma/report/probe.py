@@ -32,6 +32,7 @@ HEADINGS = {
     "greatest_head": "greatest head",
 }
 SHOWN = 6  # layers drawn as curves, evenly spaced
+GAPS = 8  # steps that are named in the note of a table
 CAPTION = (
     "A series of checkpoints over training (step 0 stands at 1). Entropy of attention, mean over heads and rows, and "
     "stable rank of the lower matrix of the MLP, for layers evenly spaced from the first to the last; root mean square "
@@ -49,15 +50,34 @@ def tables(data: xr.Dataset, faults: Sequence[Fault]) -> Iterator[Table]:
     if faults:
         rows = ((fault.kind, str(fault), str(len(fault.left_out))) for fault in faults)
         yield grid("Audit", ("fault", "what, and what to do", "left out"), rows)
-    contents = {
-        "Entropy of attention / nats": layers(data),
-        "Stable rank of the MLP's lower matrices": weights(data),
-        "Root mean square cosine": cosines(data),
-    }
-    for title, records in contents.items():
+    contents = (
+        ("Entropy of attention / nats", "entropy", layers(data)),
+        ("Stable rank of the MLP's lower matrices", "stable_rank", weights(data)),
+        ("Root mean square cosine", "hidden_cosine", cosines(data)),
+    )
+    for title, variable, records in contents:
         if records:
             columns = [HEADINGS.get(key, key) for key in records[0]]
-            yield grid(title, columns, ([_cell(value) for value in record.values()] for record in records))
+            rows = ([_cell(value) for value in record.values()] for record in records)
+            yield grid(title, columns, rows, _gaps(data, variable))
+
+
+def _gaps(data: xr.Dataset, variable: str) -> str:
+    """Return a note on the steps at which a variable was not measured: an end before the last step must not hide it."""
+    steps = missing_steps(data).get(variable, [])
+    shown = ", ".join(map(str, steps[:GAPS])) + (f" and {len(steps) - GAPS} more" if len(steps) > GAPS else "")
+    what = "hidden vectors not measured" if variable == "hidden_cosine" else "not measured"
+    return f"{what} at step{'s' * (len(steps) > 1)} {shown}" if steps else ""
+
+
+def missing_steps(data: xr.Dataset) -> dict[str, list[int]]:
+    """Return the steps at which a variable has no value, for each variable that has any."""
+    gaps = {}
+    for name, variable in data.data_vars.items():
+        if "step" in variable.dims:
+            missing = variable.isnull().all([dim for dim in variable.dims if dim != "step"])
+            gaps[str(name)] = data.step.values[missing.values].tolist()
+    return {name: steps for name, steps in gaps.items() if steps}
 
 
 def _cell(value: Any) -> str:
@@ -132,6 +152,7 @@ def summary(data: xr.Dataset) -> dict[str, Any]:
         "entropy": layers(data),
         "stable_rank": weights(data),
         "cosines": cosines(data),
+        "missing_steps": missing_steps(data),
     }
     return _without_nan(content)
 
