@@ -225,8 +225,17 @@ def test_every_other_fault_is_named_and_the_other_checkpoints_are_sound(tmp_path
     assert "1 of 2 missing: model-1.safetensors; download them again" in messages["step4"]
     assert "`step16/model-0.safetensors` must be a complete safetensors file" in messages["step16"]
     assert "layer29.weight is missing here and [10, 10] in the others" in messages["step64"]
-    assert "a pickle with other objects in it; convert it to safetensors" in messages["step128"]
+    assert "a pickle with pathlib.PosixPath in it; convert it to safetensors" in messages["step128"]
     assert result.left_out == {"step77", "step4", "step16", "step64", "step128"}
+
+
+def test_whole_numbers_where_the_others_have_floating_ones_are_another_architecture(tmp_path):
+    write_checkpoints(tmp_path, walk("walk", STEPS, np.random.default_rng(0)))
+    file = tmp_path / "step16" / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"', 1))
+    (fault,) = audit_series(Checkpoints(tmp_path)).faults
+    assert (fault.kind, fault.left_out) == ("architecture", ("step16",))
+    assert "is [10, 10, 'torch.int32'] here and [10, 10] in the others" in fault.message
 
 
 def test_checkpoints_that_are_sharded_differently_are_compared_as_a_whole(tmp_path):

@@ -1,10 +1,14 @@
 """Where checkpoints are: local folders, and revisions of a hub that a local server plays."""
 
 import builtins
+import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fake_hub import REPOSITORY, serve, write_series
 from joma.arguments import InputError
@@ -37,6 +41,74 @@ def test_the_identity_of_a_local_file_changes_with_its_content(tmp_path):
     assert Folders(tmp_path).entries("step0")[file.name].identity != before.identity
     assert before.name == "step0/model.safetensors"
     assert before.path() == file
+
+
+def forbid(monkeypatch, function, path):
+    """Let a function of `Path` fail for one path as if permission were denied: tests may run as root."""
+    original = getattr(Path, function)
+
+    def fail(self, *args, **kwargs):
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, function, fail)
+
+
+def test_a_source_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    write_series(tmp_path, [0, 1])
+    with monkeypatch.context() as patch:
+        forbid(patch, "iterdir", tmp_path)
+        with pytest.raises(
+            InputError, match=r"`source` must be a folder that can be read, got .*\(Permission denied\)"
+        ):
+            Checkpoints(tmp_path)
+    with monkeypatch.context() as patch:
+        forbid(patch, "is_dir", tmp_path)
+        with pytest.raises(InputError, match="check the path and its permissions"):
+            Checkpoints(tmp_path)
+    with pytest.raises(InputError, match="File name too long"):
+        Checkpoints("x" * 300)
+
+
+@pytest.mark.parametrize("function", ["iterdir", "stat", "open"])
+def test_a_checkpoint_that_may_not_be_read_is_left_out_by_name(tmp_path, monkeypatch, function):
+    write_series(tmp_path, range(3))
+    folder = tmp_path / "step1"
+    forbid(monkeypatch, function, folder if function == "iterdir" else folder / "model.safetensors")
+    name = (
+        "`step1` must be a readable folder" if function == "iterdir" else "`step1/model.safetensors` must be a readable"
+    )
+    results = [values for _, values in Checkpoints(tmp_path).measure(TOTAL)]
+    assert f"{name}" in str(results[1])
+    assert "got Permission denied; check its permissions" in str(results[1])
+    assert [results[0]["total"].item(), results[2]["total"].item()] == [0, 12]
+
+
+def test_what_is_no_folder_or_no_file_is_named_and_never_opened(tmp_path):
+    write_series(tmp_path, range(4))
+    (tmp_path / "step9").symlink_to(tmp_path / "step9")
+    (tmp_path / "step7").write_text("a file is no checkpoint, and no fault")
+    for step, make in enumerate([os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir]):
+        file = tmp_path / f"step{step}" / "model.safetensors"
+        file.unlink()
+        make(file)
+    results = {checkpoint.name: str(values) for checkpoint, values in Checkpoints(tmp_path).measure(TOTAL)}
+    assert "`step0/model.safetensors` must be a regular file, got a named pipe" in results["step0"]
+    assert "`step1/model.safetensors` must be a regular file, got a device" in results["step1"]
+    assert "`step2` must be a checkpoint with model.safetensors" in results["step2"]
+    assert "18." in results["step3"]
+    assert "`step9` must be a readable folder" in results["step9"]
+    assert set(results) == {"step0", "step1", "step2", "step3", "step9"}
+
+
+def test_a_folder_that_vanishes_is_not_replaced_by_the_model_around_it(tmp_path):
+    write_series(tmp_path, [0, 1])
+    save_file({"w": torch.ones(6)}, tmp_path / "model.safetensors")
+    series = Checkpoints(tmp_path)
+    shutil.rmtree(tmp_path / "step1")
+    results = [values for _, values in series.measure(TOTAL)]
+    assert "`step1` must be a readable folder" in str(results[1])
 
 
 def test_hub_revisions_are_read_by_byte_ranges(tmp_path):

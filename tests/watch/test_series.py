@@ -1,5 +1,6 @@
 """Series of checkpoints: their order, which checkpoints are chosen, and what is measured and stored."""
 
+import json
 import random
 import re
 
@@ -12,8 +13,8 @@ from safetensors.torch import save_file
 from fake_hub import write_series
 from joma.arguments import InputError
 from joma.watch import Checkpoints
-from joma.watch.series import Fault, _compile, _in_training_order
-from joma.watch.store import Measure
+from joma.watch.series import Fault, _in_training_order
+from joma.watch.store import Measure, Store
 from joma.watch.weight_files import Unreadable
 
 PYTHIA = [0, *(2**k for k in range(10)), *range(1000, 144_000, 1000)]
@@ -41,7 +42,8 @@ TOTAL = Measure("total", 1, total)
 def test_known_series_come_in_training_order_whatever_the_order_of_their_names(names, order: random.Random):
     shuffled = [*names, "main", "stage2-ingredient1-step1000-tokens5B"]
     order.shuffle(shuffled)
-    members, without_step = _in_training_order(shuffled, _compile(None), None)
+    members, without_step, faults = _in_training_order(shuffled, None)
+    assert faults == ()
     assert [name for _, name in members] == names
     assert set(without_step) == {"main", "stage2-ingredient1-step1000-tokens5B"}
     assert [step for step, _ in members] == sorted(int(re.search(r"\d+(?=$|-tokens)", name)[0]) for name in names)
@@ -115,6 +117,63 @@ def test_an_unreadable_checkpoint_comes_as_its_error_and_the_others_are_measured
     assert isinstance(results[1], Unreadable)
     assert "`step2/model.safetensors`" in str(results[1])
     assert [values["total"].item() for values in (results[0], results[2])] == [6, 18]
+
+
+def test_an_unexpected_error_of_a_measure_names_the_checkpoint_and_its_type(tmp_path):
+    series, store = Checkpoints(write_series(tmp_path / "s", range(3))), Store(tmp_path / "store")
+
+    def measure_with_defect(checkpoint):
+        if checkpoint.step == 1:
+            raise IndexError("index 3 is out of range")
+        return total(checkpoint)
+
+    results = [values for _, values in series.measure(Measure("total", 1, measure_with_defect), store=store)]
+    message = (
+        r"`step1` must be a checkpoint whose total can be measured, got IndexError \(index 3 is out of range\); .*"
+    )
+    assert re.fullmatch(message + r"report it as a defect of joma\.", str(results[1]))
+    assert isinstance(results[1].__cause__, IndexError)
+    assert [results[0]["total"].item(), results[2]["total"].item()] == [0, 12]
+    assert len(list(store.folder.glob("*.safetensors"))) == 2
+
+
+def test_an_error_of_the_store_is_not_blamed_on_a_checkpoint(tmp_path, monkeypatch):
+    series, store = Checkpoints(write_series(tmp_path / "s", range(3))), Store(tmp_path / "store")
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(store, "put", full)
+    with pytest.raises(OSError, match="No space left"):
+        list(series.measure(TOTAL, store=store))
+
+
+def test_steps_and_names_that_cannot_be_stored_are_faults(tmp_path):
+    write_series(tmp_path, [0, 5, 2**63 - 1])
+    names = [f"step{2**63}", "step" + "9" * 250]
+    for name in names:
+        (tmp_path / name).mkdir()
+    series = Checkpoints(tmp_path)
+    assert series.steps == (0, 5, 2**63 - 1)
+    assert sorted(fault.checkpoints for fault in series.faults) == sorted((name,) for name in names)
+    assert all(fault.loses_data and "is not a whole number from 0 to" in str(fault) for fault in series.faults)
+    (tmp_path / "bad\udcff7").mkdir()
+    (fault,) = Checkpoints(tmp_path, pattern=r"\D*(?P<step>\d{1,5})").faults
+    assert (fault.checkpoints, fault.left_out) == (("bad\udcff7",), ("bad\udcff7",))
+    assert "not UTF-8" in fault.message
+    faults = Checkpoints(tmp_path, pattern=r"step(?P<step>.|.{19})").faults
+    assert {fault.checkpoints[0] for fault in faults} == {f"step{2**63}"}
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    (tmp_path / "step1").mkdir()
+    for shard in ("a", "b"):
+        save_file({"w": torch.ones(3)}, tmp_path / "step1" / f"{shard}.safetensors")
+    index = json.dumps({"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}})
+    (tmp_path / "step1" / "model.safetensors.index.json").write_text(index)
+    (only,) = Checkpoints(tmp_path)
+    with pytest.raises(Unreadable, match=r"each tensor once, got w in a\.safetensors and in b\.safetensors"):
+        only.names()
 
 
 @pytest.mark.parametrize("left_out", [True, False])

@@ -24,6 +24,7 @@ from joma.arguments import InputError
 from joma.progress import SILENT, Progress
 from joma.watch.series import Checkpoints, Fault, LazyCheckpoint
 from joma.watch.store import Measure, Store
+from joma.watch.weight_files import WeightFile
 
 NOT_FINITE_REMEDY = "download it again; if nothing changes, the training had diverged by then"
 PUBLISHER_REMEDY = "and report it to the publisher if nothing changes"
@@ -94,13 +95,13 @@ class Sketch:
     """A few thousand values that represent a checkpoint.
 
     Attributes:
-        shapes: the shape of every tensor, by name.
+        shapes: the shape of every tensor, by name, and its dtype if that is not a floating one.
         file: the file of each sampled tensor.
         digest: a hash of each sampled span; equal hashes mean equal bits.
         values: the sampled spans.
     """
 
-    shapes: Mapping[str, list[int]]
+    shapes: Mapping[str, list[int | str]]
     file: Mapping[str, str]
     digest: Mapping[str, str]
     values: Mapping[str, np.ndarray]
@@ -130,8 +131,14 @@ def sample(checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
             file[name], digest[name] = file_name, hashlib.sha256(span.tobytes()).hexdigest()[:16]
             with np.errstate(over="ignore"):  # values beyond float32 become infinite, which is a fault
                 values[name] = span.astype(np.float32)
-    shapes = {name: list(checkpoint.shape(name)) for name in checkpoint.names()}
+    shapes = {name: _shape(checkpoint.files[file_name], name) for name, file_name in checkpoint.layout.items()}
     return Sketch(shapes, file, digest, values).pack()
+
+
+def _shape(weights: WeightFile, name: str) -> list[int | str]:
+    """Return the shape of a tensor, and its dtype if that is not a floating one."""
+    dtype = weights.dtype(name)
+    return [*weights.shape(name), *([] if dtype.is_floating_point else [str(dtype)])]
 
 
 def _hash(name: str) -> int:
@@ -139,7 +146,7 @@ def _hash(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-SKETCH = Measure("audit", 1, sample, {"tensors": SAMPLED_TENSORS, "run": SPAN})
+SKETCH = Measure("audit", 2, sample, {"tensors": SAMPLED_TENSORS, "run": SPAN})
 
 
 def _not_finite(name: str, sketch: Sketch) -> Iterator[Fault]:
@@ -151,7 +158,7 @@ def _not_finite(name: str, sketch: Sketch) -> Iterator[Fault]:
 
 
 def _other_architectures(sketches: Mapping[str, Sketch]) -> Iterator[Fault]:
-    """Yield a fault for each checkpoint whose tensors differ in name or shape from those of the majority."""
+    """Yield a fault for each checkpoint whose tensors differ in name, shape or kind from those of the majority."""
     if not sketches:
         return
     signatures = {name: json.dumps(sorted(sketch.shapes.items())) for name, sketch in sketches.items()}

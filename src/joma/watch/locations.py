@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from joma.arguments import InputError, short_reason
-from joma.watch.weight_files import ByteSource, FileEntry, Unreadable, local_file
+from joma.watch.byte_ranges import ByteSource, Unreadable, local_file, reading
+from joma.watch.weight_files import FileEntry
 
 CONFIG = "config.json"  # describes the architecture
 DESCRIPTIONS = ("*.json", "*.txt", "*.model")  # the files that describe a model and its tokenizer
+
+
+SPECIAL_FILES = {"p": "a named pipe", "s": "a socket", "c": "a device", "b": "a device"}
+
+
+def is_folder(source: str | Path) -> bool:
+    """Return whether `source` is a folder; raise `InputError` if the file system does not tell."""
+    try:
+        return Path(source).is_dir()
+    except OSError as cause:
+        raise _unreadable_source(source, cause) from None
+
+
+def _unreadable_source(source: str | Path, cause: OSError) -> InputError:
+    remedy = "check the path and its permissions"
+    return InputError("source", "a folder that can be read", f"{str(source)!r} ({cause.strerror})", remedy)
 
 
 class Folders:
@@ -22,8 +41,12 @@ class Folders:
         self.path = path
 
     def names(self) -> list[str]:
-        """Return the names of the subfolders."""
-        return sorted(entry.name for entry in self.path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        """Return the names of the subfolders, and of what might be one but cannot be read."""
+        try:
+            entries = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
+        except OSError as cause:
+            raise _unreadable_source(self.path, cause) from None
+        return [name for name in entries if _mode(self.path / name) in (None, stat.S_IFDIR)]
 
     @property
     def single(self) -> str | None:
@@ -33,16 +56,51 @@ class Folders:
 
     def folder(self, name: str, files: Iterable[str] = ()) -> Path:  # noqa: ARG002 (nothing has to be downloaded)
         """Return the folder of a checkpoint."""
-        return self.path / name if (self.path / name).is_dir() else self.path
+        is_single = not os.path.lexists(self.path / name) and name == self.path.resolve().name
+        return self.path if is_single else self.path / name
 
     def entries(self, name: str) -> dict[str, FileEntry]:
         """Return the files of a checkpoint, by name."""
-        return {file.name: self._entry(name, file) for file in sorted(self.folder(name).iterdir()) if file.is_file()}
+        with reading(name, "folder"):
+            files = sorted(self.folder(name).iterdir())
+        return {file.name: self._entry(name, file) for file in files if _mode(file) != stat.S_IFDIR}
 
     def _entry(self, name: str, file: Path) -> FileEntry:
-        label, status = f"{name}/{file.name}", file.stat()
+        label = f"{name}/{file.name}"
+        try:
+            status = _status(file, label)
+        except Unreadable:  # named when the file is opened, which may never happen
+            return FileEntry(label, "unreadable", partial(_source, file, label), partial(_path, file, label))
         identity = f"{status.st_size} {status.st_mtime_ns} {status.st_dev} {status.st_ino}"
-        return FileEntry(label, identity, partial(local_file, file, label), lambda: file)
+        return FileEntry(label, identity, partial(_source, file, label), partial(_path, file, label))
+
+
+def _mode(path: Path) -> int | None:
+    """Return the type of a file; None if it cannot be determined, as for a link to nowhere."""
+    try:
+        return stat.S_IFMT(path.stat().st_mode)
+    except OSError:
+        return None
+
+
+def _status(file: Path, label: str) -> os.stat_result:
+    """Return the status of a regular file; raise `Unreadable` for anything else, which might block or never end."""
+    with reading(label):
+        status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        got = SPECIAL_FILES.get(stat.filemode(status.st_mode)[0], "something else")
+        raise Unreadable(label, "a regular file", got, "replace it by a copy, or leave it out")
+    return status
+
+
+def _source(file: Path, label: str) -> ByteSource:
+    _status(file, label)
+    return local_file(file, label)
+
+
+def _path(file: Path, label: str) -> Path:
+    _status(file, label)
+    return file
 
 
 class Hub:

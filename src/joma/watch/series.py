@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from joma.arguments import InputError
+from joma.arguments import InputError, short_reason
 from joma.progress import SILENT, Progress
-from joma.watch.locations import CONFIG, Folders, Hub
+from joma.watch.byte_ranges import Unreadable, is_storable
+from joma.watch.locations import CONFIG, Folders, Hub, is_folder
+from joma.watch.step_names import MAX_STEP, read_steps, step_number
 from joma.watch.store import Measure, Store, measure_or_load
 from joma.watch.weight_files import ByteCounter, FileEntry, WeightFile, select_weight_files
 
-# How the checkpoints of known series are named, each with the group `step`; all are tried unless a pattern is given.
-PATTERNS = {
-    "step": r"(?:global_)?step[-_]?(?P<step>\d+)",  # Pythia, and many others
-    "checkpoint": r"checkpoint-(?P<step>\d+)",  # folders of the Hugging Face Trainer
-    "olmo": r"(?:stage1-)?step(?P<step>\d+)-tokens\d+B",  # stage 2 counts its steps from 0 again: give a pattern for it
-}
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
 
 
@@ -126,7 +123,12 @@ class LazyCheckpoint:
     @cached_property
     def layout(self) -> Mapping[str, str]:
         """The file of each tensor, by the tensor's name, sorted."""
-        return dict(sorted((name, file) for file, weights in self.files.items() for name in weights.names()))
+        places = sorted((name, file) for file, weights in self.files.items() for name in weights.names())
+        for (name, file), (next_name, next_file) in pairwise(places):
+            if name == next_name:
+                got = f"{name} in {file} and in {next_file}"
+                raise Unreadable(self.name, "a checkpoint with each tensor once", got, "download it again")
+        return dict(places)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the tensors, sorted."""
@@ -160,8 +162,8 @@ class Checkpoints(Sequence[LazyCheckpoint]):
 
     Args:
         source: a folder, or a repository on the hub such as "EleutherAI/pythia-70m".
-        pattern: a regular expression for the whole name, with a group `step`, or a key of `PATTERNS`;
-            by default all of those are tried.
+        pattern: a regular expression for the whole name, with a group `step`, or a key of
+            `joma.watch.step_names.PATTERNS`; by default all of those are tried.
         revisions: the name or names to use, instead of all that match; unknown ones are listed in `faults`.
         endpoint: the URL of another hub than huggingface.co (or than HF_ENDPOINT).
 
@@ -187,15 +189,15 @@ class Checkpoints(Sequence[LazyCheckpoint]):
             raise InputError("source", "a folder or a repository", "an empty name", "write `.` for the current folder")
         revisions = [revisions] if isinstance(revisions, str) else revisions
         self.source, self.counter, self.faults = str(source), ByteCounter(), ()
-        self._location: Folders | Hub = Folders(Path(source)) if Path(source).is_dir() else Hub(str(source), endpoint)
-        expressions = _compile(pattern)
+        self._location: Folders | Hub = Folders(Path(source)) if is_folder(source) else Hub(str(source), endpoint)
         available = self._location.names()
         chosen = available
         if revisions is not None:
             chosen = [name for name in revisions if name in available]
             unknown = sorted(set(revisions) - set(available))
             self.faults = tuple(_unknown_revision(self.source, name, available) for name in unknown)
-        self._members, without_step = _in_training_order(chosen, expressions, pattern)
+        self._members, without_step, faults = _in_training_order(chosen, pattern)
+        self.faults += faults
         if revisions is not None and len(chosen) == 1:  # a single revision needs no step in its name
             self._members = self._members or [(0, chosen[0])]
         elif revisions is not None:
@@ -245,7 +247,10 @@ class Checkpoints(Sequence[LazyCheckpoint]):
         leave_out: Iterable[str] = (),
         progress: Progress = SILENT,
     ) -> Iterator[tuple[LazyCheckpoint, dict[str, np.ndarray] | InputError]]:
-        """Yield each checkpoint with its measurement, or with the error if it cannot be read.
+        """Yield each checkpoint with its measurement, or with the error if it cannot be read or measured.
+
+        An unexpected error of the measuring function, which may be a defect of it, does not end the series either: it
+        becomes an `Unreadable` that says its type and has it as its cause.
 
         Args:
             measure: what to measure.
@@ -255,12 +260,13 @@ class Checkpoints(Sequence[LazyCheckpoint]):
         """
         excluded = set(leave_out)
         members = [(step, name) for step, name in self._members if name not in excluded]
+        guarded = replace(measure, function=partial(_measure_or_refuse, measure))
         with progress.task(measure.name, total=len(members)) as task:
             for member in members:
                 checkpoint = self._checkpoint(*member)
                 task.say(checkpoint.name)
                 try:
-                    result = measure_or_load(store, checkpoint, measure)
+                    result = measure_or_load(store, checkpoint, guarded)
                 except InputError as error:
                     result = error
                 yield checkpoint, result
@@ -277,32 +283,40 @@ def _revision_without_step(name: str) -> Fault:
     return Fault("unordered", (name,), message, "give a pattern with a group `step`, or leave it out", (name,))
 
 
-def _compile(pattern: str | None) -> list[re.Pattern[str]]:
-    """Compile the given pattern, or all of `PATTERNS`."""
-    texts = list(PATTERNS.values()) if pattern is None else [PATTERNS.get(pattern, pattern)]
+def _measure_or_refuse(measure: Measure, checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
+    """Measure a checkpoint; turn every error into one about the checkpoint."""
     try:
-        expressions = [re.compile(text) for text in texts]
-    except re.error as cause:
-        raise InputError("pattern", "a regular expression", f"{pattern!r} ({cause})", "correct it") from None
-    if any("step" not in expression.groupindex for expression in expressions):
-        remedy = r"write for example 'step(?P<step>\d+)'"
-        raise InputError("pattern", "a group `step`", repr(pattern), remedy, must="have")
-    return expressions
+        return measure.function(checkpoint)
+    except InputError:
+        raise
+    except Exception as cause:
+        got = f"{type(cause).__name__} ({shorten(short_reason(cause), 200, placeholder=' …')})"
+        remedy = "download it again; if nothing changes, report it as a defect of joma"
+        raise Unreadable(checkpoint.name, f"a checkpoint whose {measure.name} can be measured", got, remedy) from cause
 
 
 def _in_training_order(
-    names: Iterable[str], expressions: list[re.Pattern[str]], pattern: str | None
-) -> tuple[list[tuple[int, str]], list[str]]:
-    """Return the steps and names in training order, and the names that match no expression."""
+    names: Sequence[str], pattern: str | None
+) -> tuple[list[tuple[int, str]], list[str], tuple[Fault, ...]]:
+    """Return the steps and names in training order, the names without a step, and the faults of other names."""
     by_step: dict[int, str] = {}
-    without_step = []
-    for name in names:
-        match = next((match for expression in expressions if (match := expression.fullmatch(name))), None)
-        if match is None:
+    without_step, faults = [], []
+    for name, text in zip(names, read_steps(names, pattern), strict=True):
+        step = None if text is None else step_number(text)
+        if text is None:
             without_step.append(name)
-        elif (step := int(match["step"])) in by_step:
+        elif step is None or not is_storable(name):
+            faults.append(_unusable_name(name, text, step))
+        elif step in by_step:
             got, used = f"{by_step[step]} and {name} for step {step}", pattern or "the known ones"
             raise InputError("pattern", "narrow enough for one checkpoint per step", got, f"the pattern was {used}")
         else:
             by_step[step] = name
-    return sorted(by_step.items()), without_step
+    return sorted(by_step.items()), without_step, tuple(faults)
+
+
+def _unusable_name(name: str, text: str, step: int | None) -> Fault:
+    message = f"the name {name!r} is not UTF-8, so that its results cannot be stored"
+    if step is None:
+        message = f"the step {text[:40]!r} in the name {name[:80]!r} is not a whole number from 0 to {MAX_STEP}"
+    return Fault("unordered", (name,), message, "rename it, or leave it out", (name,))

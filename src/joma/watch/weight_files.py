@@ -2,18 +2,15 @@
 
 A safetensors file consists of 8 bytes with the length of its header, a JSON header that says where each tensor lies,
 and the tensors. The header is read first and then only the byte ranges that are needed, so that the same reader serves
-local files and HTTP, and a series of any length. `.bin` files are opened without running pickled code.
+local files and HTTP, and a series of any length. `.bin` files are read in the same way, and none of their code is run.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import pickle
-import warnings
-import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,12 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from joma.arguments import InputError, short_reason
+from joma.memory import readable
+from joma.watch.byte_ranges import (
+    ByteSource,
+    StoredTensor,
+    Unreadable,
+    check_memory,
+    is_storable,
+    local_file,
+    reading,
+    whole_numbers,
+)
+from joma.watch.state_dicts import read_state_dict
 
 FIRST_READ = 1 << 16  # bytes; most headers fit into the first read
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
-FETCH_BYTES = 1 << 24  # bytes fetched by one request
 CONVERT_VALUES = 1 << 20  # values converted to another dtype at once
+METADATA = "__metadata__"  # the entry of a header that is no tensor
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,57 +55,6 @@ DTYPES = {
 }
 
 
-class Unreadable(InputError):
-    """Weights that cannot be read: which file, what it must be, what it is instead, and what to do."""
-
-
-@dataclass(frozen=True)
-class ByteSource:
-    """A file that is read by byte ranges.
-
-    Attributes:
-        name: the file's name in error messages.
-        size: its length in bytes.
-        fetch: returns the bytes from a start to a stop position.
-    """
-
-    name: str
-    size: int
-    fetch: Callable[[int, int], bytes]
-
-    def read(self, start: int, stop: int) -> bytearray:
-        """Return the bytes `start` to `stop`, or raise `Unreadable` if there are fewer.
-
-        They are fetched in chunks, so that memory never holds two copies of the whole range.
-        """
-        content = bytearray(stop - start)
-        for first in range(start, stop, FETCH_BYTES):
-            last = min(stop, first + FETCH_BYTES)
-            chunk = self.fetch(first, last)
-            if len(chunk) != last - first:
-                got = f"{len(chunk):,} bytes where {last - first:,} were requested"
-                raise Unreadable(self.name, "a complete file", got, "download it again")
-            content[first - start : last - start] = chunk
-        return content
-
-
-def local_file(path: Path, name: str) -> ByteSource:
-    """Return a byte source for a local file.
-
-    The file is not memory-mapped, so that the pages that were read do not stay resident.
-    """
-
-    def fetch(start: int, stop: int) -> bytes:
-        try:
-            with path.open("rb") as file:
-                file.seek(start)
-                return file.read(stop - start)
-        except OSError as cause:
-            raise Unreadable(name, "a readable file", cause.strerror, "check its permissions") from None
-
-    return ByteSource(name, path.stat().st_size, fetch)
-
-
 @dataclass
 class ByteCounter:
     """The number of bytes of weights that have been read from a series."""
@@ -108,71 +65,101 @@ class ByteCounter:
 class WeightFile(ABC):
     """A file of named tensors; `counter` counts the bytes that are read from it."""
 
-    def __init__(self, counter: ByteCounter) -> None:
-        self.counter = counter
+    def __init__(self, source: ByteSource, counter: ByteCounter) -> None:
+        self.source, self.counter = source, counter
 
     @abstractmethod
+    def find_tensors(self) -> Mapping[str, StoredTensor]:
+        """Return where each tensor lies in the file."""
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Where each tensor lies in the file, by name; a file that cannot hold them is refused."""
+        with reading(self.source.name):
+            return self.find_tensors()
+
     def names(self) -> tuple[str, ...]:
         """Return the names of the tensors, sorted."""
+        return tuple(sorted(self.tensors))
 
-    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
+        return self.tensors[name].shape
 
-    @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor is stored in."""
+        return self.tensors[name].dtype
 
-    @abstractmethod
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Return the values `start` to `stop` of a flattened tensor."""
+        tensor = self.tensors[name]
+        if tensor.strides is not None:
+            return self._strided(name)[start:stop].clone()
+        if start == stop:
+            return torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return self._values(tensor, start, stop)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor as it is stored, or converted to `dtype`.
 
         It is converted block by block, so that memory never holds the whole tensor in both dtypes.
         """
-        shape, count = self.shape(name), math.prod(self.shape(name))
-        if dtype is None or dtype == self.dtype(name):
-            return self.part(name, 0, count).reshape(shape)
-        values = torch.empty(count, dtype=dtype, device="cpu")
-        for start in range(0, count, CONVERT_VALUES):
-            stop = min(count, start + CONVERT_VALUES)
+        tensor = self.tensors[name]
+        target = tensor.dtype if dtype is None else dtype
+        check_memory(f"{self.source.name}: {name}", tensor.count * target.itemsize)
+        if tensor.strides is not None:
+            return self._strided(name).to(target).reshape(tensor.shape)
+        if target == tensor.dtype:
+            return self.part(name, 0, tensor.count).reshape(tensor.shape)
+        values = torch.empty(tensor.count, dtype=target, device="cpu")
+        for start in range(0, tensor.count, CONVERT_VALUES):
+            stop = min(tensor.count, start + CONVERT_VALUES)
             values[start:stop] = self.part(name, start, stop)
-        return values.reshape(shape)
+        return values.reshape(tensor.shape)
+
+    def _strided(self, name: str) -> Tensor:
+        """Return all values of a tensor that is stored in another order than that of its axes, flattened."""
+        tensor = self.tensors[name]
+        check_memory(f"{self.source.name}: {name}", tensor.nbytes + tensor.span * tensor.dtype.itemsize)
+        if tensor.count == 0:
+            return torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return (
+            self._values(tensor, 0, tensor.span).as_strided(tensor.shape, tensor.strides or ()).reshape(-1).contiguous()
+        )
+
+    def _values(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
+        """Read the values `start` to `stop` behind the first one of a tensor, in the file's order."""
+        first, itemsize = tensor.start, tensor.dtype.itemsize
+        with reading(self.source.name):
+            content = self._read(first + start * itemsize, first + stop * itemsize)
+            return torch.frombuffer(content, dtype=tensor.dtype)
+
+    def _read(self, start: int, stop: int) -> bytearray:
+        self.counter.total += stop - start
+        return self.source.read(start, stop)
 
 
 class SafetensorsFile(WeightFile):
     """A safetensors file, local or remote."""
 
-    def __init__(self, source: ByteSource, counter: ByteCounter) -> None:
-        super().__init__(counter)
-        self.source = source
-
-    @cached_property
-    def header(self) -> Mapping[str, Any]:
-        """The dtype, shape and position of each tensor, by name; a file shorter than they require is refused."""
-        length, text = self._header_text()
-        try:
-            header = json.loads(text)
-            header.pop("__metadata__", None)
-            unknown = {entry["dtype"]: name for name, entry in header.items() if entry["dtype"] not in DTYPES}
-            ends = [] if unknown else [_tensor_end(entry) for entry in header.values()]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise self._incomplete("a header that is not a table of tensors") from None
-        for dtype, name in unknown.items():
-            remedy = "convert it to one of them, or leave it out"
-            raise Unreadable(
-                self.source.name, f"tensors in {', '.join(DTYPES)}", f"{dtype} for {name}", remedy, must="contain"
-            )
-        self.origin = 8 + length
-        required = self.origin + max(ends, default=0)
-        if self.source.size < required:
-            raise self._incomplete(f"{self.source.size:,} of {required:,} bytes")
-        return header
+    def find_tensors(self) -> dict[str, StoredTensor]:
+        """Read the header; the tensors must fill the rest of the file without holes, and none may overlap another."""
+        origin, text = self._header_text()
+        header = self._table(text)
+        tensors = {name: self._stored(name, entry, origin) for name, entry in header.items() if name != METADATA}
+        if not tensors:
+            raise Unreadable(self.source.name, "tensors", "none", "download it again", must="contain")
+        end = origin
+        for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
+            if tensor.start != end:
+                raise self._incomplete("a header with tensors that overlap or leave bytes between them")
+            end += tensor.nbytes
+        if end != self.source.size:
+            raise self._incomplete(f"{self.source.size:,} of {end:,} bytes")
+        return tensors
 
     def _header_text(self) -> tuple[int, bytearray]:
-        """Read the length of the header, and the header."""
+        """Return where the tensors begin, and the header."""
         size = self.source.size
         start = self._read(0, min(FIRST_READ, size))
         length = int.from_bytes(start[:8], "little")
@@ -182,86 +169,54 @@ class SafetensorsFile(WeightFile):
             raise self._incomplete(f"{size:,} bytes, which end inside the header")
         text = start[8 : 8 + length]
         text += self._read(8 + len(text), 8 + length) if len(text) < length else b""
-        return length, text
+        return 8 + length, text
+
+    def _table(self, text: bytearray) -> dict[str, Any]:
+        """Return the header as a table; its metadata must be texts, as in the format's definition."""
+        header: Any = None
+        if text[:1] == b"{":
+            with suppress(ValueError):
+                header = json.loads(text.decode(), object_pairs_hook=_table_of_different_names)
+        metadata = header.get(METADATA, {}) if isinstance(header, dict) else None
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._incomplete("a header that is not a table of tensors")
+        return header
+
+    def _stored(self, name: str, entry: Any, origin: int) -> StoredTensor:
+        """Return where a tensor lies, by its entry in the header."""
+        entry = entry if isinstance(entry, dict) else {}
+        dtype, shape, offsets = entry.get("dtype"), *(whole_numbers(entry.get(k)) for k in ("shape", "data_offsets"))
+        if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2 or not is_storable(name):
+            raise self._incomplete("a header that is not a table of tensors")
+        if dtype not in DTYPES:
+            remedy = "convert it to one of them, or leave it out"
+            expected, got = f"tensors in {', '.join(DTYPES)}", f"{dtype} for {name}"
+            raise Unreadable(self.source.name, expected, got, remedy, must="contain")
+        tensor = StoredTensor(DTYPES[dtype], shape, origin + offsets[0])
+        if offsets[1] - offsets[0] != tensor.nbytes:
+            raise self._incomplete("a header with positions that do not fit the shapes")
+        return tensor
 
     def _incomplete(self, got: str) -> Unreadable:
         return Unreadable(self.source.name, "a complete safetensors file", got, "download it again")
 
-    def _read(self, start: int, stop: int) -> bytearray:
-        self.counter.total += stop - start
-        return self.source.read(start, stop)
 
-    def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self.header))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.header[name]["shape"])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self.header[name]["dtype"]]
-
-    def part(self, name: str, start: int, stop: int) -> Tensor:
-        dtype = self.dtype(name)
-        if start == stop:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        first = self.origin + self.header[name]["data_offsets"][0]
-        content = self._read(first + start * dtype.itemsize, first + stop * dtype.itemsize)
-        return torch.frombuffer(content, dtype=dtype)
-
-
-def _tensor_end(entry: Mapping[str, Any]) -> int:
-    """Return where a tensor's bytes end; raise ValueError unless they are as many as its shape and dtype require."""
-    start, end = entry["data_offsets"]
-    size = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
-    if start < 0 or end - start != size:
-        raise ValueError("offsets do not fit the shape")
-    return end
+def _table_of_different_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return table
 
 
 class PickledFile(WeightFile):
     """A `.bin` file written by torch; it may contain tensors only, and none of its code is run."""
 
     def __init__(self, path: Path, name: str, counter: ByteCounter) -> None:
-        super().__init__(counter)
-        self.path, self.name = path, name
+        super().__init__(local_file(path, name), counter)
 
-    @cached_property
-    def content(self) -> Mapping[str, Tensor]:
-        """The tensors by name; a zip archive, which torch writes since 1.6, is memory-mapped and not read yet."""
-        with self.path.open("rb") as file:
-            zipped = file.read(2) == b"PK"
-        if zipped and not zipfile.is_zipfile(self.path):
-            got = f"{self.path.stat().st_size:,} bytes that end inside the archive"
-            raise Unreadable(self.name, "a complete file", got, "download it again")
-        try:
-            with warnings.catch_warnings():  # about the pickle protocol: the file is either read or refused below
-                warnings.simplefilter("ignore")
-                tensors = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
-        except pickle.UnpicklingError:
-            remedy = "convert it to safetensors if you trust it, or leave it out"
-            raise Unreadable(
-                self.name, "tensors only", "a pickle with other objects in it", remedy, must="contain"
-            ) from None
-        except (RuntimeError, EOFError, OSError, ValueError) as cause:
-            raise Unreadable(self.name, "a file written by torch", short_reason(cause), "download it again") from None
-        if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
-            got = f"a {type(tensors).__name__} of other objects"
-            raise Unreadable(self.name, "a table of tensors", got, "save only the model's `state_dict()`")
-        return tensors
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self.content))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.content[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.content[name].dtype
-
-    def part(self, name: str, start: int, stop: int) -> Tensor:
-        values = self.content[name].reshape(-1)[start:stop].clone()
-        self.counter.total += values.nbytes
-        return values
+    def find_tensors(self) -> dict[str, StoredTensor]:
+        """Return where each tensor lies in the file."""
+        return read_state_dict(self.source)
 
 
 @dataclass(frozen=True)
@@ -289,11 +244,15 @@ class FileEntry:
     def json(self, counter: ByteCounter) -> Any:
         """Return the content of a small JSON file, such as an index."""
         source = self.source()
+        if source.size > MAX_HEADER:
+            raise Unreadable(source.name, "a small JSON file", f"one of {readable(source.size)}", "download it again")
         counter.total += source.size
-        try:
-            return json.loads(source.read(0, source.size))
-        except ValueError:
-            raise Unreadable(source.name, "valid JSON", "something else", "download it again") from None
+        with reading(source.name):
+            content = source.read(0, source.size)
+            try:
+                return json.loads(content.decode())
+            except ValueError:
+                raise Unreadable(source.name, "valid JSON", "something else", "download it again") from None
 
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")  # in order of preference: safetensors before pickles
@@ -321,12 +280,13 @@ def select_weight_files(
 
 
 def _shards(entries: Mapping[str, FileEntry], index: Any, name: str) -> dict[str, FileEntry]:
-    try:
-        shards = sorted(set(index["weight_map"].values()))
-    except (KeyError, TypeError, AttributeError):
-        raise Unreadable(name, "an index with a `weight_map`", "none", "download it again") from None
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        got = "none" if files is None else f"a {type(files).__name__} of something else than file names"
+        raise Unreadable(name, "an index with a `weight_map` of file names", got, "download it again")
+    shards = sorted(set(files.values()))
     missing = [shard for shard in shards if shard not in entries]
-    if missing or not shards:
+    if missing:
         got = f"{len(missing)} of {len(shards)} missing: {', '.join(missing[:3])}"
         raise Unreadable(name, "an index of shards that are all present", got, "download them again")
     return {shard: entries[shard] for shard in shards}
