@@ -289,6 +289,24 @@ def _content(path: Path) -> bytes:
         return file.read()
 
 
+def is_folder(path: Path) -> bool:
+    """Return whether a path is that of a folder; raise `StorageError` if that may not be known."""
+    try:
+        return path.is_dir()
+    except OSError as cause:
+        raise read_error(path, cause) from None
+
+
+def list_folder(folder: Path) -> list[Path]:
+    """Return what is in a folder, sorted by name; nothing if there is no such folder."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as cause:
+        raise read_error(folder, cause) from None
+
+
 def read_error(path: Path, cause: OSError | MemoryError) -> StorageError:
     """Return an error that says in one line why `path` cannot be read."""
     if isinstance(cause, MemoryError):

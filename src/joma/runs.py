@@ -30,6 +30,8 @@ from joma.files import (
     StorageError,
     checksum_file,
     exists,
+    is_folder,
+    list_folder,
     lock,
     parse_json,
     read_checked,
@@ -220,7 +222,8 @@ def finish(path: Path, stored: StoredClaims) -> None:
     }
     write_json(path / CLAIMS, content)
     stems = stored.description.figures or ()
-    figures = (f"{FIGURES}/{file.name}" for file in (path / FIGURES).glob("*") if file.stem in stems and file.is_file())
+    files = (file for file in list_folder(path / FIGURES) if file.stem in stems and not is_folder(file))
+    figures = (f"{FIGURES}/{file.name}" for file in files)
     _write_stage(path, complete=True, results=(CLAIMS, *figures))
 
 
@@ -339,10 +342,9 @@ def open_run(path: str | Path, *, check: bool = True) -> xr.Dataset:
         one JSON string.
     """
     path = Path(path)
-    is_folder = exists(path) and path.is_dir()
-    file = path / TRAJECTORY if is_folder else path
+    file = path / TRAJECTORY if is_folder(path) else path
     if not exists(file) and not exists(file.parent / MANIFEST):
-        runs = sorted(str(file.parent) for file in path.glob(f"**/{TRAJECTORY}")) if is_folder else []
+        runs = sorted(str(file.parent) for file in path.glob(f"**/{TRAJECTORY}")) if is_folder(path) else []
         hint = f"runs below it: {', '.join(runs)}" if runs else "give the folder of a run, `OUT/<study>/<hash>`"
         raise StorageError(f"no trajectory at {file}; {hint}.")
     if not check:

@@ -27,7 +27,7 @@ from joma.data.text import corpus
 from joma.files import StorageError
 from joma.report.html import write_report
 from joma.report.probe import save
-from joma.runs import check_run, open_run, read_claims
+from joma.runs import Run, check_run, open_run, read_claims
 from joma.study import Claim, Drawing, at_least, execute, judge
 from joma.train import Optimiser, Saving, fit
 from joma.watch.probing import probe
@@ -106,7 +106,7 @@ def prepare_run(folder: Path) -> None:
 
 
 def judge_run(folder: Path) -> Any:
-    (path,) = folder.glob("toy/*")
+    path = Run(folder, STUDY.name, STUDY.version, dataclasses.asdict(toy_study.Config()), range(3)).path
     outcome = judge(STUDY, path)
     check_run(path)
     return digest(open_run(path)), outcome.claims, outcome.preset
@@ -204,11 +204,11 @@ def observe_recording(folder: Path) -> Any:
 
 
 def prepare_text(folder: Path) -> None:
-    (folder / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(50)))
+    (folder.parent / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(50)))
 
 
 def tokenise(folder: Path) -> Any:
-    text = corpus(folder / "text.txt", cache=folder / "cache")
+    text = corpus(folder.parent / "text.txt", cache=folder / "cache")
     streams = [np.asarray(stream).tobytes() for stream in (text.train, text.valid, text.test)]
     return text.types, streams, text.digest
 

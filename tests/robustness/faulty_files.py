@@ -1,7 +1,8 @@
 """A file layer that fails, or kills its process, at the n-th operation on the files below one folder.
 
-The few calls through which everything is written are replaced in a forked process: opening for writing, writing,
-flushing, renaming, removing, making folders, changing modes and locking. Operations elsewhere go through unchanged.
+The few calls through which everything is written and read are replaced in a forked process: opening, writing,
+flushing, renaming, removing, making folders, changing modes, locking, looking at files and listing folders. Operations
+elsewhere go through unchanged, and so does what HDF5 reads by itself.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # these fail aga
 FREEING = frozenset({"unlink", "flock", "rmdir"})  # what a full disk does not refuse
 ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT", "EACCES")
 KILLS = ("kill before", "kill after", "tear")
+READS = frozenset({"read", "stat", "list"})  # operations that change nothing: they fail one by one
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class FaultyFiles:
             return act()
         number = len(self.operations)
         self.operations.append(Operation(call, file))
-        if self.broken is not None and not (self.broken != errno.EROFS and call in FREEING):
+        if self.broken is not None and call not in READS and (self.broken == errno.EROFS or call not in FREEING):
             raise OSError(self.broken, os.strerror(self.broken), str(path))
         if self.fault is None or number != self.fault.operation:
             return act()
@@ -97,7 +99,9 @@ class FaultyFiles:
         """Return `open` with files for writing that count their writes."""
 
         def faulty_open(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any) -> Any:
-            if self._relative(file) is None or not set(mode) & set("wxa+"):
+            if not set(mode) & set("wxa+"):
+                return self.operate("read", file, lambda: original(file, mode, buffering, *args, **options))
+            if self._relative(file) is None:
                 return original(file, mode, buffering, *args, **options)
             if "+" in mode:  # a temporary file without a name
                 return self.operate("open", file, lambda: original(file, mode, buffering, *args, **options))
@@ -131,6 +135,9 @@ class FaultyFiles:
             mock.patch.object(os, "mkdir", self._replaced(os.mkdir, "mkdir")),
             mock.patch.object(os, "chmod", self._replaced(os.chmod, "chmod")),
             mock.patch.object(os, "fsync", self._replaced(os.fsync, "fsync")),
+            mock.patch.object(os, "stat", self._replaced(os.stat, "stat")),
+            mock.patch.object(os, "scandir", self._replaced(os.scandir, "list")),
+            mock.patch.object(os, "listdir", self._replaced(os.listdir, "list")),
             mock.patch.object(fcntl, "flock", self._replaced(fcntl.flock, "flock")),
         ):
             yield

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 from robustness.fault_scenarios import SCENARIOS, Scenario, comparable, names
-from robustness.faulty_files import ERRORS, KILLS, Fault, Operation, run_apart
+from robustness.faulty_files import ERRORS, KILLS, READS, Fault, Operation, run_apart
 
 CASES = 40  # of each scenario at scale 1
 
@@ -102,10 +102,12 @@ def chosen(operations: list[Operation], count: int) -> list[Fault]:
 
     A torn write is one of a write only; otherwise it would be a kill after the operation.
     """
+    reads = [number for number, operation in enumerate(operations) if operation.call in READS]
+    writes = [number for number, operation in enumerate(operations) if operation.call == "write"]
+    changes = sorted({*range(len(operations))} - {*reads})
     random, rows = Random(0), []
-    for kind in (*KILLS, *ERRORS):
-        numbers = [n for n, operation in enumerate(operations) if kind != "tear" or operation.call == "write"]
-        rows.append([Fault(number, kind) for number in random.sample(numbers, len(numbers))])
+    for kinds, numbers in (((*KILLS[:2], *ERRORS), changes), (("tear",), writes), (("EIO", "EACCES"), reads)):
+        rows += [[Fault(number, kind) for number in random.sample(numbers, len(numbers))] for kind in kinds]
     return [fault for faults in zip_longest(*rows) for fault in faults if fault is not None][:count]
 
 

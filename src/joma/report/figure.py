@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-from joma.files import remove, write_text, write_whole
+from joma.files import list_folder, remove, write_text, write_whole
 
 # The colours of Okabe and Ito, roughly from dark to light. Some have the same grey: line styles and markers differ too.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -162,10 +162,10 @@ def clear(folder: Path, *, keep: Collection[str], earlier: Collection[str] = ())
     and pictures with all the files that `save` writes. Any other picture is left alone: `save` did not write it.
     """
     stems = {folder / name for name in earlier if re.fullmatch(NUMBERED, name)}
-    for picture in folder.glob("[0-9]*-*.svg"):
-        stem = picture.with_suffix("")
-        if all(stem.with_suffix(suffix).is_file() for suffix in (*FORMATS, CAPTION)):
-            stems.add(stem)
+    names = {path.name for path in list_folder(folder)}
+    for stem in {name.rpartition(".")[0] for name in names}:
+        if re.fullmatch(NUMBERED, stem) and all(f"{stem}{suffix}" in names for suffix in (*FORMATS, CAPTION)):
+            stems.add(folder / stem)
     for stem in sorted(stem for stem in stems if stem.name not in keep):
         for suffix in (*FORMATS, CAPTION):
             remove(stem.with_suffix(suffix))

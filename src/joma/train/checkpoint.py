@@ -19,7 +19,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from joma.files import CHECKSUM_BYTES, checksum, open_file, remove, remove_leftovers, write_bytes, write_text
+from joma.files import (
+    CHECKSUM_BYTES,
+    checksum,
+    exists,
+    list_folder,
+    open_file,
+    remove,
+    remove_leftovers,
+    write_bytes,
+    write_text,
+)
 
 KEEP = 2
 STEP = "step"  # the entry of the stored identity that names the checkpoint's step
@@ -78,7 +88,7 @@ class CheckpointStore:
         """Remove checkpoints older than that of `step`, except for the newest intact ones: `keep` remain in all."""
         remove_leftovers(self.folder)
         older = [old for old in self._steps() if old < step]
-        intact = [old for old in older if old not in self._damaged and all(map(Path.exists, self._files(old)))]
+        intact = [old for old in older if old not in self._damaged and all(map(exists, self._files(old)))]
         for old in sorted({*older} - {*intact[::-1][: keep - 1]}):
             for file in reversed(self._files(old)):  # the checksum first: a checkpoint without one does not count
                 remove(file)
@@ -125,7 +135,7 @@ class CheckpointStore:
 
     def _matches(self, pattern: re.Pattern[str]) -> dict[str, re.Match[str]]:
         """Return the file names in the folder that match the pattern, with their matches."""
-        matches = map(pattern.fullmatch, sorted(file.name for file in self.folder.glob("*")))
+        matches = map(pattern.fullmatch, [file.name for file in list_folder(self.folder)])
         return {match[0]: match for match in matches if match}
 
     def _steps(self) -> list[int]:
