@@ -26,12 +26,12 @@ from joma.runs import (
     check_run,
     find_runs,
     finish,
-    provenance,
     read_claims,
     read_config,
     reopen,
     write_recording,
 )
+from joma.stamp import provenance
 
 
 def a_run(out, seeds=(0, 1), **config):

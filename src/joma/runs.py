@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
@@ -44,10 +40,10 @@ from joma.files import (
     write_json,
 )
 from joma.manifest import MANIFEST, Manifest, file_checksum, read_manifest, write_manifest
+from joma.stamp import now, provenance
 
 TRAJECTORY, CONFIG, CLAIMS, FIGURES = "trajectory.nc", "config.json", "claims.json", "figures"
 LARGE_ARRAY = 1 << 22  # bytes; a larger array is read while its checksum is computed, not after it
-PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib")
 
 
 @dataclass(frozen=True)
@@ -481,36 +477,3 @@ def _modified(path: Path) -> int:
         with suppress(OSError):
             return (path / name).stat().st_mtime_ns
     return 0
-
-
-def now() -> str:
-    """Return the time in UTC, to the second."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def provenance() -> dict[str, str]:
-    """Return versions, platform, commit and time: the one place where provenance is stamped."""
-    stamp = {"created": now(), "python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            stamp[f"{package}_version"] = version(package)
-        except PackageNotFoundError:
-            stamp[f"{package}_version"] = "not installed"
-    stamp["git_commit"] = _commit()
-    return stamp
-
-
-def _commit() -> str:
-    """Return the commit of the source tree that this package runs from, or "unknown" for an installed package."""
-    folder = Path(__file__).resolve().parent
-    try:
-        answer = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return answer.stdout.strip() or "unknown"

@@ -27,7 +27,8 @@ from joma.files import checksum, write_json
 from joma.manifest import MANIFEST, read_manifest, write_manifest
 from joma.report.html import _template, write_report
 from joma.report.probe import save as save_probe
-from joma.runs import check_run, provenance
+from joma.runs import check_run
+from joma.stamp import provenance
 from joma.studies import catalogue, pretrained
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, execute, judge
 from joma.train import Optimiser, Record
@@ -62,7 +63,7 @@ def steady() -> Iterator[None]:
         "joma.report.html._template": template,
         "joma.report.html.now": "now",
         "joma.report.html.provenance": stamp,
-        "joma.runs._commit": "unknown",
+        "joma.stamp._commit": "unknown",
     }
     with ExitStack() as stack:
         for function, value in fixed.items():

@@ -93,7 +93,7 @@ def _observe(scenario: Scenario, folder: Path) -> str | None:
 
 
 def _act(scenario: Scenario, folder: Path) -> Any:
-    with mock.patch("joma.runs._commit", return_value="unknown"):  # instead of a call of git in every case
+    with mock.patch("joma.stamp._commit", return_value="unknown"):  # instead of a call of git in every case
         return scenario.act(folder)
 
 

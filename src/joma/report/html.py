@@ -16,7 +16,8 @@ from joma.arguments import InputError
 from joma.files import StorageError, exists, remove_leftovers, write_text
 from joma.manifest import Manifest
 from joma.report.table import number, spread
-from joma.runs import FIGURES, Description, check_run, find_runs, now, open_run, provenance, read_claims, read_config
+from joma.runs import FIGURES, Description, check_run, find_runs, open_run, read_claims, read_config
+from joma.stamp import now, provenance
 
 # The sign and the CSS class of each verdict.
 VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested at this preset": ("–", "open")}

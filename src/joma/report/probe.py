@@ -17,7 +17,8 @@ from joma.manifest import write_manifest
 from joma.report.figure import canvas, evenly_spaced, letters, marker, series, style
 from joma.report.figure import save as save_figure
 from joma.report.table import grid, number
-from joma.runs import FIGURES, TRAJECTORY, provenance, write_trajectory
+from joma.runs import FIGURES, TRAJECTORY, write_trajectory
+from joma.stamp import provenance
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from joma.arguments import InputError, StateError, choice, scalar, whole
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.rank import stable_rank
-from joma.runs import provenance, write_recording
+from joma.runs import write_recording
+from joma.stamp import provenance
 from joma.watch.sdpa import QUANTITIES, attention, check_model, check_rows
 
 MAX_STACKED = 2**24  # elements that are copied at once to measure weights of the same shape together
