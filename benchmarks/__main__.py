@@ -20,6 +20,7 @@ NAMES = (
     "watch",
     "series",
     "symmetry",
+    "storage",
 )
 
 

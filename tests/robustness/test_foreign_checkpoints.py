@@ -1,12 +1,16 @@
 """Foreign checkpoints: the fast part, three of the studies that train."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from joma import studies
-from joma.studies import load
+from joma.files import DamagedFile
+from joma.manifest import write_manifest
+from joma.progress import Task
+from joma.studies import load, pretrained
 from robustness.foreign_checkpoints import STUDIES, config_and_changes, try_study
 
 
@@ -41,3 +45,28 @@ def test_a_new_study_that_trains_must_be_tried_as_well():
         "invariance", "winner", "single_unit", "alignment", "scan_snap", "hierarchy_order", "language_training",
         "addition_training", "position_emergence",
     }  # fmt: skip
+
+
+PRETRAINED_CHANGES = {
+    "models": ("a",), "revisions": ("step1",), "corpus": "another", "layers": 2, "heads": 2, "width": 32, "length": 32,
+    "batch": 4, "steps": 200, "every": 40, "rate": 1e-3,
+}  # fmt: skip
+
+
+def test_a_series_that_was_trained_for_another_run_is_refused(tmp_path):
+    """`pretrained` trains with the Trainer, not by `Context.fit`, and keeps its series in the run's folder."""
+    config, run = pretrained.Config(), {"study": "pretrained, version 2", "run": "abc"}
+    assert set(PRETRAINED_CHANGES) == {field.name for field in dataclasses.fields(config)}
+    (tmp_path / "step0.txt").write_text("weights")
+    identity = {"training": dataclasses.asdict(config), "seed": 0, "run": run}
+    write_manifest(tmp_path, json.loads(json.dumps(identity)), ["step0.txt"])
+    pretrained.train(config, 0, tmp_path, Task(), run=run)
+    others = [(dataclasses.replace(config, **{name: value}), 0, run) for name, value in PRETRAINED_CHANGES.items()]
+    others += [
+        (config, 1, run),
+        (config, 0, {**run, "run": "abd"}),
+        (config, 0, {**run, "study": "pretrained, version 3"}),
+    ]
+    for changed, seed, other in others:
+        with pytest.raises(DamagedFile, match=f"{tmp_path} holds checkpoints of another training"):
+            pretrained.train(changed, seed, tmp_path, Task(), run=other)

@@ -71,7 +71,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
         _check(config)
         with context.progress.task(f"train a {TINY_MODEL}", total=config.steps * len(context.seeds)) as task:
             for seed in context.seeds:
-                train(config, seed, folder / f"seed{seed}", task)
+                train(config, seed, folder / f"seed{seed}", task, run=context.run)
         names = [f"seed{seed}" for seed in context.seeds]
         series = [_probe_series(name, Checkpoints(folder / name), store, SILENT) for name in names]
     return _concatenate(series, "seed").assign_coords(seed=list(context.seeds)).expand_dims(model=[TINY_MODEL])
@@ -135,13 +135,13 @@ def _with_numbered_layers(result: ProbeResult) -> xr.Dataset:
     return data.assign(left_out=len(result.audit.left_out)).drop_attrs()
 
 
-def train(config: Config, seed: int, folder: Path, task: Task) -> None:
+def train(config: Config, seed: int, folder: Path, task: Task, *, run: Mapping[str, str] | None = None) -> None:
     """Train the tiny GPT-NeoX with the Trainer and save its checkpoints in `folder`, named like Pythia's.
 
     A training that was killed starts again and ends with the same bits. One that is finished has a manifest, which says
-    what it was trained with: the checkpoints of another training, or damaged ones, are refused.
+    what it was trained with, and what identifies its `run`: checkpoints of another one, or damaged ones, are refused.
     """
-    identity = json.loads(json.dumps({"training": asdict(config), "seed": seed}))
+    identity = json.loads(json.dumps({"training": asdict(config), "seed": seed, "run": dict(run or {})}))
     if folder.exists():
         _check_trained(folder, identity)
         return
