@@ -17,6 +17,7 @@ NAMES = (
     "text",
     "language",
     "probes",
+    "bounce",
     "watch",
     "series",
     "symmetry",

@@ -4,45 +4,93 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.linalg
 import scipy.signal
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from joma.arguments import InputError
-from joma.probes.bounce import _clearest_rise, measure_bounce
+from joma.probes.bounce import _clearest_rise, _runs, measure_bounce
+from joma.probes.correlated_noise import CANDIDATES, NoiseEstimate
 
 X = np.linspace(0, 1, 30)
-FALLING = {"flat": 0 * X, "linear": -X, "fast": np.exp(-8 * X), "step": -1.0 * (X > 0.3)}
+LEVEL = 0.05
 
 
-def test_false_positives_keep_the_nominal_rate():
-    """For a flat curve the rate is the nominal one, and no curve that falls has a higher one."""
-    rng = np.random.default_rng(0)
-    for name, curve in FALLING.items():
-        for sigma in (0.02, 0.3):
-            noisy = curve + sigma * rng.standard_normal((200, X.size))
-            p = measure_bounce(np.arange(X.size), noisy, draws=99, generator=rng).p_value
-            # Over 200 curves a rate of 7 per cent exceeds 14 with a probability of 1e-4.
-            limit = scipy.stats.binom.ppf(1 - 1e-4, 200, 0.07) / 200
-            assert (p <= 0.05).mean() <= limit, (name, sigma)
-    flat = rng.standard_normal((800, X.size))
-    p = measure_bounce(np.arange(X.size), flat, draws=99, generator=rng).p_value
-    low, high = scipy.stats.binom.ppf([1e-4, 1 - 1e-4], 800, 0.5) / 800
-    assert low <= (p <= 0.5).mean() <= high
+def curves(shape, points, rho, count, seed):
+    """Return curves [curve, step] of a shape, with noise of deviation 1 whose correlation over k points is ρ^k."""
+    fresh = np.random.default_rng(seed).standard_normal((count, points))
+    fresh[:, 1:] *= np.sqrt(1 - rho**2)
+    return shape(np.linspace(0, 1, points)) + scipy.signal.lfilter([1.0], [1.0, -rho], fresh, axis=-1)
 
 
-@pytest.mark.parametrize(("rho", "least", "most"), [(0.3, 0.38, 0.55), (0.6, 0.76, 0.94)])
-def test_correlated_noise_is_called_a_bounce_as_often_as_documented(rho, least, most):
-    """A limitation, with the numbers of the docstring; each point is ρ times the one before, plus fresh noise."""
-    rng = np.random.default_rng(5)
-    for points in (30, 60):
-        fresh = rng.standard_normal((200, points)) * np.sqrt(1 - rho**2)
-        fresh[:, 0] /= np.sqrt(1 - rho**2)
-        noisy = scipy.signal.lfilter([1.0], [1.0, -rho], fresh, axis=-1)
-        rate = (measure_bounce(np.arange(points), noisy, draws=99, generator=rng).p_value <= 0.05).mean()
-        low, high = scipy.stats.binom.ppf([1e-3, 1 - 1e-3], 200, [least, most]) / 200
-        assert low <= rate <= high
+def detected(y, level=LEVEL):
+    return (measure_bounce(np.arange(y.shape[-1]), y).p_value <= level).mean()
+
+
+FALLING = {
+    "flat": lambda x: 0 * x,
+    "linear": lambda x: -5 * x,
+    "exponential": lambda x: 5 * np.exp(-8 * x),
+    "step": lambda x: -5.0 * (x > 0.3),
+    "early step": lambda x: -3.0 * (x > 0.1),
+}
+
+
+@pytest.mark.parametrize("points", [20, 60])
+@pytest.mark.parametrize("name", FALLING)
+def test_false_positives_keep_the_nominal_rate_whatever_the_correlation(name, points):
+    """Over 400 curves a rate of 7 per cent exceeds this limit with a probability of 1e-4."""
+    limit = scipy.stats.binom.ppf(1 - 1e-4, 400, 0.07) / 400
+    for number, rho in enumerate((0.0, 0.3, 0.6)):
+        assert detected(curves(FALLING[name], points, rho, 400, [points, number])) <= limit, rho
+
+
+@pytest.mark.parametrize("points", [20, 60])
+def test_at_the_largest_correlation_the_p_value_is_uniform(points):
+    """So the test is no more careful than it must be; at smaller correlations p is larger."""
+    y = curves(FALLING["flat"], points, 0.65, 800, points)
+    for level in (0.05, 0.2, 0.5):
+        low, high = scipy.stats.binom.ppf([1e-4, 1 - 1e-4], 800, level) / 800
+        assert low <= detected(y, level) <= high
+        assert detected(curves(FALLING["flat"], points, 0.0, 200, points), level) <= high
+
+
+BOUNCES = {
+    "clear": lambda x: 6 * np.abs(2 * x - 1),
+    "second dip": lambda x: np.interp(x, [0, 1 / 3, 2 / 3, 1], [6, 0, 5, 2]),
+    "shallow": lambda x: 2 * np.abs(2 * x - 1),
+    "early": lambda x: 40 / (1 + np.exp(35 * (x - 0.15))) + 12 * np.maximum(x - 0.3, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "points", "rho", "share"),
+    [
+        ("clear", 20, 0.0, 0.69),
+        ("clear", 20, 0.6, 0.84),
+        ("clear", 60, 0.6, 0.96),
+        ("second dip", 60, 0.3, 0.97),
+        ("early", 60, 0.3, 0.99),
+        ("shallow", 120, 0.0, 0.92),
+    ],
+)
+def test_bounces_are_detected(name, points, rho, share):
+    """The shares were measured on 400 other curves; with them the limit is missed with a probability of 1e-4."""
+    low = scipy.stats.binom.ppf(1e-4, 200, share) / 200
+    assert detected(curves(BOUNCES[name], points, rho, 200, [9, points])) >= low
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.floats(1e-6, 1e6), st.floats(-100, 100))
+def test_units_and_levels_change_nothing(seed, unit, level):
+    y = curves(BOUNCES["shallow"], 30, 0.3, 4, seed)
+    plain, ours = measure_bounce(np.arange(30), y), measure_bounce(np.arange(30), unit * (y + level))
+    np.testing.assert_array_equal(ours.p_value, plain.p_value)
+    np.testing.assert_array_equal(ours.correlation, plain.correlation)
+    for field in ("depth", "recovery", "chance", "noise"):
+        np.testing.assert_allclose(getattr(ours, field), unit * getattr(plain, field), rtol=1e-6, atol=1e-9 * unit)
 
 
 @settings(max_examples=40)
@@ -59,15 +107,29 @@ def test_a_recovery_is_detected_whatever_the_unit(seed, turn, sigma, unit):
     assert bounce.recovery / unit == pytest.approx(1 - turn, abs=0.25)
 
 
-@given(st.integers(0, 2**32), st.integers(5, 12))
-def test_the_clearest_rise_is_the_best_of_all_contrasts(seed, points):
+@given(st.integers(0, 2**32), st.integers(5, 25), st.sampled_from(range(len(CANDIDATES))))
+def test_the_clearest_rise_is_the_best_of_all_contrasts(seed, points, candidate):
     y = np.random.default_rng(seed).standard_normal(points)
+    covariance = scipy.linalg.toeplitz(CANDIDATES[candidate].correlations(points))
     best = 0.0
-    for i in range(points):
-        for j in range(i + 1, points):
-            gap = y[j:].mean() - y[i:j].mean()
-            best = max(best, gap / (2.5 * np.sqrt(1 / (points - j) + 1 / (j - i))))
-    assert _clearest_rise(y[None], np.array([2.5]))[0] == pytest.approx(best, abs=1e-12)
+    for i, j in zip(*_runs(points), strict=True):
+        contrast = np.zeros(points)
+        contrast[j:], contrast[i:j] = 1 / (points - j), -1 / (j - i)
+        best = max(best, contrast @ y / (2.5 * np.sqrt(contrast @ covariance @ contrast)))
+    noise = NoiseEstimate(np.array([candidate]), np.array([2.5]))
+    assert _clearest_rise(y[None], noise)[0] == pytest.approx(best, abs=1e-12)
+
+
+@given(st.integers(5, 300))
+def test_runs_and_what_follows_have_a_tenth_of_the_points(points):
+    first, end = _runs(points)
+    shortest = max(1, points // 10)
+    assert (first >= 0).all()
+    assert (end - first).min() == (points - end).min() == shortest
+    assert (end - first).max() == points - shortest
+    assert set(end) == set(range(shortest, points - shortest + 1))
+    lengths = np.unique(end - first)
+    assert (lengths[1:] <= 1.5 * lengths[:-1] + 1).all()
 
 
 @given(st.integers(0, 2**32))

@@ -1,22 +1,30 @@
 """Test whether a measured curve falls and comes back, or whether its rise is noise.
 
 The least value of a noisy curve lies below its end even where nothing bounces. So the rise is tested against a null
-hypothesis: the best curve that never rises (isotonic regression), plus noise of the size seen in the data.
+hypothesis: a curve that never rises, plus noise that may be correlated from point to point.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
 from scipy.optimize import isotonic_regression
 
 from joma.arguments import InputError, positive, real, whole
+from joma.probes.correlated_noise import CANDIDATES, Autoregression, NoiseEstimate, correlated_noise, estimate_noise
 
 _MIN_POINTS = 5  # with fewer points noise and bounce cannot be distinguished
-_MAX_CONTRASTS = 2**22  # in memory at once
+_MAX_CONTRASTS = 2**20  # in memory at once
+_ROUNDING = 1e-12  # rises and deviations below this share of the largest value are rounding errors
+# Noise that must not explain a rise. The test holds its level up to a correlation of 0.6; 0.65 leaves a margin for the
+# error of a threshold that is simulated.
+_NULL_NOISE = (Autoregression(0.0), Autoregression(0.65))
+_WANDERING = Autoregression(0.9)  # must not explain it either where the estimated `long_run` is above the next number
+_MAX_LONG_RUN = 6.0
 
 
 class MeasuredBounce(NamedTuple):
@@ -31,6 +39,7 @@ class MeasuredBounce(NamedTuple):
     chance: np.ndarray  # the mean recovery by noise alone
     noise: np.ndarray  # standard deviation of one point
     p_value: np.ndarray  # the probability that noise alone rises as clearly
+    correlation: np.ndarray  # of the noise, from one point to the next
 
 
 def measure_bounce(
@@ -43,28 +52,36 @@ def measure_bounce(
 ) -> MeasuredBounce:
     """Return how far curves fall and come back, and the probability that noise alone would rise as clearly.
 
-        depth = y_0 − min y,    recovery = y_n − min y,    p = (1 + #{T* ≥ T}) / (1 + draws)
-        T = max_{i<j} (mean y_j..y_n − mean y_i..y_{j−1}) / (σ √(1/(n−j+1) + 1/(j−i)))
+        depth = y_0 − min y,    recovery = y_n − min y,    p = max_r (1 + #{T*_r ≥ T}) / (1 + draws)
+        T = max_{i<j} (mean y_j..y_n − mean y_i..y_{j−1}) / (σ s_ij)
 
-    T is the clearest rise from a run of points to all that follow it. T* are its values on the best curve that never
-    rises, with normal noise added. The noise's σ is estimated from second differences, which are small for a smooth
-    curve, σ² = mean (y_{k−1} − 2 y_k + y_{k+1})² / 6, anew in every draw. The noise is assumed to be independent from
-    point to point. Correlated noise is called a bounce too often: at the level of 5 %, this happens to 38 to 55 % of
-    flat curves of 30 to 60 points with a correlation of 0.3 from point to point, and to 76 to 94 % with 0.6. Where a
-    curve falls steeply between two points, that fall counts as noise, and a rise must be clearer: with few points after
-    a steep fall the test tends to miss a bounce. A small p means that this curve rises; only the spread over
-    seeds shows whether others would.
+    T is the clearest rise from a run of points to all that follow it; both have at least a tenth of the points. σ is
+    the noise's standard deviation and s_ij the standard error of the rise for σ = 1 and the noise's correlations, which
+    are estimated together with a trend whose turns the data choose (`correlated_noise.estimate_noise`). T*_r is the
+    same on flat curves with normal noise of correlation r = 0 and 0.65 from point to point, and also 0.9 where the
+    estimate is that large. Curves that fall rise less clearly than flat ones, so p is an upper bound for all that never
+    rise.
+
+    At the level of 5 %, at most 5 % of flat curves and of exponential, linear and sudden falls are called a bounce, for
+    20 to 200 points and correlations from 0 to 0.6 (`python -m benchmarks bounce` measures it). At correlations below
+    0.6 it is fewer, and a bounce must be clearer than if the noise were known to be independent. Noise that wanders as
+    slowly as a bounce cannot be distinguished from one: of flat curves with a correlation of 0.8, 5 to 20 % are called
+    a bounce. A rise that lasts for less than a tenth of the points is missed.
+
+    A small p means that this curve rises; only the spread over seeds shows whether others would.
 
     Args:
-        steps: [step], increasing.
+        steps: [step], increasing. The noise is correlated from point to point, however far apart their steps are.
         curve: [*batch, step]; points that are NaN are left out.
-        noise: the standard deviation of a point if it is known, broadcasts to [*batch]; estimated if not given.
-        draws: number of curves drawn under the null hypothesis.
-        generator: draws their noise; `np.random.default_rng(0)` if not given.
+        noise: the standard deviation σ of a point if it is known, broadcasts to [*batch]; estimated if not given. The
+            correlation is estimated in either case.
+        draws: number of curves drawn for each correlation.
+        generator: draws their noise, once for each number of points; `np.random.default_rng(0)` if not given. The
+            results of one curve do not depend on the others. Without a generator, further curves of the same number of
+            points are tested with the same draws, in a hundredth of the time.
 
     Returns:
-        Nine arrays [*batch]. A curve with fewer than five numbers, such as that of a seed that diverged early, gets
-        NaN; it draws no random numbers, so that the results of the other curves do not change.
+        Ten arrays [*batch]. A curve with fewer than five numbers, such as that of a seed that diverged early, gets NaN.
 
     >>> steps = np.arange(30)
     >>> bounce = measure_bounce(steps, np.abs(steps - 10) / 10)
@@ -80,13 +97,18 @@ def measure_bounce(
         raise InputError(
             "curve", f"[*batch, {step_numbers.size}] and not infinite", got, "give one number for each step"
         )
-    sigma = np.full(y.shape[:-1], np.nan) if noise is None else _known_noise(noise, y.shape[:-1])
+    known_sigma = None if noise is None else _known_noise(noise, y.shape[:-1]).reshape(-1)
     count = whole("draws", draws, low=1)
-    rng = np.random.default_rng(0) if generator is None else generator
-    curves = zip(y.reshape(-1, step_numbers.size), sigma.flat, strict=True)
-    rows = [_measure_curve(step_numbers, values, float(known_sigma), count, rng) for values, known_sigma in curves]
-    fields = np.array(rows, dtype=np.float64).T.reshape(9, *y.shape[:-1])
-    return MeasuredBounce(*(np.asarray(field) for field in fields))
+    seed = int((np.random.default_rng(0) if generator is None else generator).integers(2**63))
+    curves = y.reshape(-1, step_numbers.size)
+    defined = ~np.isnan(curves)
+    points = defined.sum(axis=-1)
+    fields = np.full((len(MeasuredBounce._fields), len(curves)), np.nan)
+    for number in np.unique(points[points >= _MIN_POINTS]):
+        rows = np.flatnonzero(points == number)
+        sigma = None if known_sigma is None else known_sigma[rows]
+        fields[:, rows] = _measure(step_numbers, curves[rows], defined[rows], sigma, (count, seed))
+    return MeasuredBounce(*(np.asarray(field.reshape(y.shape[:-1])) for field in fields))
 
 
 def _known_noise(noise: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
@@ -98,29 +120,69 @@ def _known_noise(noise: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
         raise InputError("noise", expected, sigma.shape, "give one number for each curve", must="have") from None
 
 
-def _measure_curve(
+def _measure(
     steps: Float[np.ndarray, " step"],
-    y: Float[np.ndarray, " step"],
-    known_sigma: float,
-    draws: int,
-    rng: np.random.Generator,
-) -> tuple[float, ...]:
-    """Return the nine fields of one curve; `known_sigma` is the standard deviation of a point, NaN to estimate it."""
-    defined = ~np.isnan(y)
-    steps, y = steps[defined], y[defined]
-    if y.size < _MIN_POINTS:
-        return (np.nan,) * 9
-    lowest = int(y.argmin())
-    sigma = _estimated_noise(y[None])[0] if np.isnan(known_sigma) else known_sigma
-    added_noise = sigma * rng.standard_normal((draws, y.size))
-    null = _never_rising(y, sigma) + added_noise
-    # Estimated from the added noise alone, because the steps of the null curve are not noise.
-    sigmas = _estimated_noise(added_noise) if np.isnan(known_sigma) else np.full(draws, known_sigma)
-    clearer = (_clearest_rise(null, sigmas) >= _clearest_rise(y[None], np.array([sigma]))[0]).sum()
-    chance = float((null[:, -1] - null.min(axis=-1)).mean())
-    depth, recovery = y[0] - y[lowest], y[-1] - y[lowest]
-    p_value = (1 + clearer) / (1 + draws)
-    return y[0], y[lowest], steps[lowest], y[-1], depth, recovery, chance, sigma, p_value
+    curves: Float[np.ndarray, "curve step"],
+    defined: Bool[np.ndarray, "curve step"],
+    known_sigma: Float[np.ndarray, " curve"] | None,
+    simulation: tuple[int, int],
+) -> tuple[np.ndarray, ...]:
+    """Return the fields of curves that have the same number of points; `simulation` is draws and seed."""
+    y = curves[defined].reshape(len(curves), -1)
+    lowest = y.argmin(axis=-1)[:, None]
+    start, least, end = y[:, 0], np.take_along_axis(y, lowest, axis=-1)[:, 0], y[:, -1]
+    step = np.broadcast_to(steps, curves.shape)[defined].reshape(y.shape)
+    turn = np.take_along_axis(step, lowest, axis=-1)[:, 0]
+    p_value, estimate = _test(y, known_sigma, *simulation)
+    chance = [
+        _chance(values, CANDIDATES[candidate], sigma, *simulation)
+        for values, candidate, sigma in zip(y, *estimate, strict=True)
+    ]
+    correlation = np.array([candidate.first for candidate in CANDIDATES])[estimate.candidate]
+    return start, least, turn, end, start - least, end - least, np.array(chance), estimate.sd, p_value, correlation
+
+
+def _test(
+    y: Float[np.ndarray, "curve step"], known_sigma: Float[np.ndarray, " curve"] | None, draws: int, seed: int
+) -> tuple[Float[np.ndarray, " curve"], NoiseEstimate]:
+    """Return the p-value of each curve and its noise."""
+    centred = y - y.mean(axis=-1, keepdims=True)
+    spread = np.abs(centred).max(axis=-1)
+    unit = np.where(spread > _ROUNDING * np.abs(y).max(axis=-1), spread, 1.0)
+    estimate = estimate_noise(centred / unit[:, None])
+    sigma = unit * estimate.sd if known_sigma is None else known_sigma
+    rise = _clearest_rise(y / unit[:, None], estimate._replace(sd=sigma / unit))
+    null = _null_rises(y.shape[-1], draws, seed, known_sigma is None)
+    clearer = {noise: draws - np.searchsorted(rises, rise) for noise, rises in null.items()}
+    wandering = np.array([candidate.long_run > _MAX_LONG_RUN for candidate in CANDIDATES])[estimate.candidate]
+    clearer[_WANDERING] = np.where(wandering, clearer[_WANDERING], 0)
+    return (1 + np.maximum.reduce([*clearer.values()])) / (1 + draws), estimate._replace(sd=sigma)
+
+
+def _chance(y: Float[np.ndarray, " step"], noise: Autoregression, sigma: float, draws: int, seed: int) -> float:
+    """Return the mean recovery of the best curve that never rises, with noise added."""
+    null = _never_rising(y, sigma * np.sqrt(noise.long_run))
+    curves = null + sigma * _noise(y.size, draws, seed, noise)
+    return float((curves[:, -1] - curves.min(axis=-1)).mean())
+
+
+@lru_cache(maxsize=32)
+def _noise(points: int, draws: int, seed: int, noise: Autoregression) -> Float[np.ndarray, "draw step"]:
+    """Return noise of variance 1 that depends on nothing but its arguments, so that no curve changes another's."""
+    return correlated_noise(np.random.default_rng([seed, points]).standard_normal((draws, points)), noise)
+
+
+@lru_cache(maxsize=32)
+def _null_rises(
+    points: int, draws: int, seed: int, estimated: bool
+) -> dict[Autoregression, Float[np.ndarray, " draw"]]:
+    """Return T of flat curves for each noise, sorted; its standard deviation is `estimated`, or known to be 1."""
+    rises = {}
+    for noise in (*_NULL_NOISE, _WANDERING):
+        y = _noise(points, draws, seed, noise)
+        estimate = estimate_noise(y)
+        rises[noise] = np.sort(_clearest_rise(y, estimate if estimated else estimate._replace(sd=np.ones(draws))))
+    return rises
 
 
 def _never_rising(y: Float[np.ndarray, " step"], sigma: float) -> Float[np.ndarray, " step"]:
@@ -141,23 +203,43 @@ def _never_rising(y: Float[np.ndarray, " step"], sigma: float) -> Float[np.ndarr
     return np.repeat(np.add.reduceat(y, blocks[:-1]) / size, size)
 
 
-def _estimated_noise(y: Float[np.ndarray, "curve step"]) -> Float[np.ndarray, " curve"]:
-    """Return the standard deviation of a point, from second differences."""
-    return np.sqrt((np.diff(y, n=2, axis=-1) ** 2).mean(axis=-1) / 6)
+@lru_cache(maxsize=16)
+def _runs(points: int) -> tuple[Int[np.ndarray, " run"], Int[np.ndarray, " run"]]:
+    """Return the first points i and the ends j of the runs that are compared with all that follows them.
+
+    Runs and what follows have at least a tenth of the points, so that single outliers weigh little. Of the lengths of
+    runs about 4 log₂ n are tried.
+    """
+    shortest = max(1, points // 10)
+    lengths = np.geomspace(shortest, points - shortest, 4 * int(np.log2(points))).round().astype(int)
+    runs = [(end - length, end) for length in np.unique(lengths) for end in range(length, points - shortest + 1)]
+    first, end = np.array(runs).T
+    return first, end
 
 
-def _clearest_rise(
-    y: Float[np.ndarray, "curve step"], sigma: Float[np.ndarray, " curve"]
-) -> Float[np.ndarray, " curve"]:
+@lru_cache(maxsize=64)
+def _standard_errors(points: int, noise: Autoregression) -> Float[np.ndarray, " run"]:
+    """Return the standard deviation of the rise after each run, for noise of variance 1."""
+    first, end = _runs(points)
+    contrasts = np.zeros((first.size, points))
+    for contrast, i, j in zip(contrasts, first, end, strict=True):
+        contrast[i:j], contrast[j:] = -1 / (j - i), 1 / (points - j)
+    lag = np.abs(np.subtract.outer(np.arange(points), np.arange(points)))
+    return np.sqrt(((contrasts @ noise.correlations(points)[lag]) * contrasts).sum(axis=-1))
+
+
+def _clearest_rise(y: Float[np.ndarray, "curve step"], noise: NoiseEstimate) -> Float[np.ndarray, " curve"]:
     """Return T, the clearest rise from a run of points to all that follow; 0 where the curve never rises."""
     points = y.shape[-1]
-    i, j = np.triu_indices(points, k=1)
-    width = np.sqrt(1 / (points - j) + 1 / (j - i))
+    first, end = _runs(points)
     sums = np.pad(np.cumsum(y, axis=-1), ((0, 0), (1, 0)))
-    best = np.zeros(len(y))
-    block = max(1, _MAX_CONTRASTS // i.size)
-    for first in range(0, len(y), block):
-        part = sums[first : first + block]
-        rise = (part[:, -1:] - part[:, j]) / (points - j) - (part[:, j] - part[:, i]) / (j - i)
-        best[first : first + block] = (rise / width).max(axis=-1)
-    return np.where(best > 1e-12 * np.abs(y).max(axis=-1), best, 0.0) / np.where(sigma > 0, sigma, np.finfo(float).tiny)
+    clearest = np.zeros(len(y))
+    for candidate in np.unique(noise.candidate):
+        error = _standard_errors(points, CANDIDATES[candidate])
+        curves = np.flatnonzero(noise.candidate == candidate)
+        for part in np.array_split(curves, 1 + curves.size * end.size // _MAX_CONTRASTS):
+            total = sums[part]
+            rise = (total[:, -1:] - total[:, end]) / (points - end) - (total[:, end] - total[:, first]) / (end - first)
+            clearest[part] = (rise / error).max(axis=-1)
+    clearest = np.where(clearest > _ROUNDING * np.abs(y).max(axis=-1), clearest, 0.0)
+    return clearest / np.where(noise.sd > 0, noise.sd, np.finfo(float).tiny)

@@ -392,7 +392,7 @@ STUDY = Study(
         "names. It is trained too briefly to decide whether entropy bounces (it still falls when the run ends). Its "
         "step0 and step1 are the same, as Pythia's are: the rate warms up from zero."
     ),
-    version=2,
+    version=3,
     presets={
         "quick": Preset(Config(), seeds=3, seconds=40),
         "paper": Preset(Config(models=(*PYTHIA, *OPT)), seeds=1, seconds=3600),

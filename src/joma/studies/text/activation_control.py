@@ -150,7 +150,7 @@ STUDY = Study(
         "constant gradient from above, no LayerNorm and plain gradient flow; the language model has none of these, so "
         "that a bounce with a linear MLP would say that something else brings entropy back as well."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(Config(**language_training.quick_fields(), rate=QUICK_RATE), seeds=3, seconds=45.0),
         "paper": Preset(Config(**language_training.paper_fields()), seeds=3, seconds=400_000.0),  # an estimate

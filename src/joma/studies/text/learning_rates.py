@@ -242,7 +242,7 @@ STUDY = Study(
         "has two layers and three rates, and reads its small text less than twice, where the paper reads its own "
         "twenty times."
     ),
-    version=2,
+    version=3,
     presets={
         "quick": Preset(
             Config(**language_training.quick_fields(), layers=2, rates=(1e-3, 3e-3, 1e-2)), seeds=3, seconds=35.0
