@@ -33,6 +33,15 @@ ONLY_WEIGHTS = "(its weights are measured anyway)"
 LAYERS = re.compile(r"layers?$")
 SIZES = re.compile(r"(layers?|heads?|size|dim|embd|embeddings|positions|inner|ctx|d_model|d_ff|d_kv|experts|buckets)$")
 POSITIVE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
+ALIASES = (
+    "n_layer",
+    "num_layers",
+    "n_head",
+    "num_heads",
+    "n_embd",
+    "d_model",
+    "n_positions",
+)  # their other names
 # What a config.json does not decide: code, kernels, files and precision, and the form in which a model answers.
 IGNORED = frozenset(
     [
@@ -262,9 +271,11 @@ def _check_fields(fields: Mapping[str, Any], label: str) -> None:
         if key in REFUSED and value:
             raise Unreadable(label, "the description of a model as it is stored", f"{key}: {REFUSED[key]}", remedy)
         limit = MAX_LAYERS if LAYERS.search(key) else MAX_SIZE if SIZES.search(key) else None
+        got = f"{clipped(key, 40)} {clipped(str(value), 40)}"
         if limit is not None and isinstance(value, int | float) and value > limit:
-            got = f"{clipped(key, 40)} {clipped(str(value), 40)}"
             raise Unreadable(label, f"sizes of at most {limit:,}", got, remedy, must="have")
+        if depth == 1 and key in (*POSITIVE, *ALIASES) and type(value) is int and value < 1:
+            raise Unreadable(label, "sizes of at least 1", got, remedy, must="have")
         if isinstance(value, list):
             entries += [(depth + 1, key, part) for part in value if isinstance(part, dict | list)]
         elif isinstance(value, dict):
