@@ -105,7 +105,8 @@ class FaultyFiles:
                 return original(file, mode, buffering, *args, **options)
             if "+" in mode:  # a temporary file without a name
                 return self.operate("open", file, lambda: original(file, mode, buffering, *args, **options))
-            raw = self.operate("open", file, lambda: _FaultyFile(self, file, mode.replace("b", "").replace("t", "")))
+            opener, plain = options.pop("opener", None), mode.replace("b", "").replace("t", "")
+            raw = self.operate("open", file, lambda: _FaultyFile(self, file, plain, opener))
             buffer = io.BufferedWriter(raw)
             return buffer if "b" in mode else io.TextIOWrapper(buffer, *args, **options)
 
@@ -146,8 +147,8 @@ class FaultyFiles:
 class _FaultyFile(io.FileIO):
     """A file whose writes are operations of the layer."""
 
-    def __init__(self, files: FaultyFiles, file: Any, mode: str) -> None:
-        super().__init__(file, mode)
+    def __init__(self, files: FaultyFiles, file: Any, mode: str, opener: Any) -> None:
+        super().__init__(os.fspath(file), mode, opener=opener)
         self.files, self.file = files, file
 
     def write(self, data: Any) -> int:

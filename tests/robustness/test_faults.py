@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from joma.files import remove_leftovers, write_text
 from robustness.fault_scenarios import SCENARIOS, Scenario, nothing
-from robustness.faulty_files import ERRORS, KILLS, Fault, run_apart
+from robustness.faulty_files import ERRORS, KILLS, READS, Fault, run_apart
 from robustness.torture_faults import chosen, disturb, undisturbed
 
 FEW = {"study": 6, "judge": 5, "training": 6, "recording": 4, "probe": 4, "text": 4}
@@ -34,7 +35,8 @@ def test_operations_are_counted_in_the_folder_alone(tmp_path):
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     work.mkdir()
     end = run_apart(work, lambda: (append(elsewhere), append(work / "a"), os.replace(work / "a", work / "b")))
-    assert [tuple(operation) for operation in end.operations] == [("open", "a"), ("write", "a"), ("rename", "a")]
+    calls = [("open", "a"), ("write", "a"), ("stat", "a"), ("rename", "a")]
+    assert [tuple(operation) for operation in end.operations] == calls
     assert (end.how, (work / "b").read_text()) == ("done", "12345678")
 
 
@@ -48,7 +50,8 @@ def test_operations_are_counted_in_the_folder_alone(tmp_path):
         (Fault(1, "kill after"), "killed", "12345678"),
         (Fault(1, "EIO"), "failed", "12345678"),  # Python writes again when it closes the file
         (Fault(1, "ENOSPC"), "failed", "1234"),
-        (Fault(2, "EIO"), "done", "12345678"),
+        (Fault(2, "EIO"), "failed", "12345678"),
+        (Fault(3, "EIO"), "done", "12345678"),
     ],
 )
 def test_faults_happen_where_they_should(tmp_path, fault, how, content):
@@ -133,8 +136,10 @@ def test_the_harness_sees_nothing_wrong_where_nothing_is(tmp_path, call):
 def test_faults_are_spread_over_operations_and_kinds(tmp_path):
     operations = undisturbed(SCENARIOS["training"], tmp_path / "folder").operations
     every = chosen(operations, 10**6)
-    torn = sum(operation.call == "write" for operation in operations)
-    assert len(every) == len(set(every)) == len(operations) * (len(ERRORS) + len(KILLS) - 1) + torn
-    few = chosen(operations, 40)
+    calls = Counter("read" if operation.call in READS else operation.call for operation in operations)
+    changes = calls.total() - calls["read"]
+    assert len(every) == len(set(every)) == changes * (len(ERRORS) + 2) + calls["write"] + calls["read"] * 2
+    few = chosen(operations, 50)
     assert {fault.kind for fault in few} == {*ERRORS, *KILLS}
-    assert len({fault.operation for fault in few}) > 25
+    assert {fault.kind for fault in few if operations[fault.operation].call in READS} == {"EIO", "EACCES"}
+    assert len({fault.operation for fault in few}) > 30
