@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import numbers
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 MAX_WHOLE = 2**63 - 1  # the largest number of NumPy's and torch's default integers
 _MAX_GOT = 300  # characters of what was given that a message shows
+_MAX_ITEMS = 10**7  # of a list of single values
 _TEMPORARIES = 8  # arrays of the size of the result that a formula may need at once
 _KINDS = {
     "b": "booleans",
@@ -323,6 +324,57 @@ def choice(name: str, value: str, table: Mapping[str, T]) -> T:
     if isinstance(value, str) and value in table:
         return table[value]
     raise InputError(name, f"one of {', '.join(table)}", described(value), _nearest(value, list(table)))
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return `value` as a bool, if it is True or False, or 1 or 0.
+
+    >>> flag("causal", np.True_)
+    True
+    >>> flag("causal", "no")
+    Traceback (most recent call last):
+    joma.arguments.InputError: `causal` must be True or False, got 'no'; give one of the two.
+    """
+    if value is True or value is False:
+        return value
+    if not isinstance(value, int | np.bool_) or value not in (0, 1):
+        raise InputError(name, "True or False", described(value), "give one of the two")
+    return bool(value)
+
+
+def instance(name: str, value: Any, kind: type[T], remedy: str) -> T:
+    """Return `value`, if it is of the class `kind`.
+
+    >>> instance("step", 3, int, "give a number")
+    3
+    """
+    if not isinstance(value, kind):
+        raise InputError(name, _with_article(kind.__name__), described(value), remedy)
+    return value
+
+
+def sequence(name: str, value: Any, expected: str) -> list[Any]:
+    """Return the items of a list, a tuple, an array or another iterable, in order; text has none.
+
+    >>> sequence("latents", (10, 20), "a number for each layer")
+    [10, 20]
+    """
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | set):
+        size = getattr(value, "shape", (0,))
+        if len(size) > 0 and size[0] <= _MAX_ITEMS:
+            return list(value)
+    raise InputError(name, expected, described(value), "give a list")
+
+
+def in_range(names: str, *results: np.ndarray) -> None:
+    """Raise `InputError` if a result is NaN or infinite, because the arguments `names` are too large or too small.
+
+    >>> in_range("v`, `v0", np.array([1.0, np.inf]))
+    Traceback (most recent call last):
+    joma.arguments.InputError: `v`, `v0` must be such that the result is a finite number, got an overflow; rescale them.
+    """
+    if not all(np.isfinite(result).all() for result in results):
+        raise InputError(names, "such that the result is a finite number", "an overflow", "rescale them")
 
 
 def distinct(name: str, values: Sequence[T], *, least: int = 1) -> list[T]:

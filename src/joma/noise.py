@@ -41,13 +41,15 @@ def check_generators(generators: Sequence[torch.Generator]) -> Sequence[torch.Ge
     return generators
 
 
-def check_generator(generator: torch.Generator | None) -> torch.Generator:
-    """Return `generator`, or a new one with seed 0 for None; raise `InputError` for anything else.
+def check_generator(generator: torch.Generator | None, *, required: bool = False) -> torch.Generator:
+    """Return `generator`, or a new one with seed 0 in place of None; raise `InputError` for anything else.
+
+    With `required` None raises too.
 
     >>> check_generator(None).initial_seed()
     0
     """
-    if generator is None:
+    if generator is None and not required:
         return torch.Generator().manual_seed(0)
     if not isinstance(generator, torch.Generator):
         remedy = "pass `torch.Generator().manual_seed(seed)`"

@@ -18,8 +18,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from torch import Tensor
 
-from joma.arguments import InputError, scalar, whole
-from joma.noise import uniform
+from joma import memory
+from joma.arguments import InputError, described, flag, scalar, sequence, whole
+from joma.noise import check_generator, uniform
 from joma.tensors import as_tensor
 
 CHARACTERS = "0123456789+="  # a character's index is its token number, so a digit's token number is the digit
@@ -34,8 +35,11 @@ def encode(texts: Sequence[str]) -> Int[Tensor, "text position"]:
     >>> encode(["12+34=046"])
     tensor([[ 1,  2, 10,  3,  4, 11,  0,  4,  6]])
     """
-    if isinstance(texts, str) or not texts or len({len(text) for text in texts}) != 1 or not texts[0]:
-        raise InputError("texts", "a list of texts of one length", repr(texts), "give at least one, none of them empty")
+    expected = "a list of texts of one length"
+    texts = sequence("texts", texts, expected)
+    lengths = {len(text) if isinstance(text, str) else 0 for text in texts}
+    if len(lengths) != 1 or 0 in lengths:
+        raise InputError("texts", expected, described(texts), "give at least one, none of them empty")
     if unknown := sorted(set("".join(texts)) - set(CHARACTERS)):
         raise InputError("texts", f"made of {CHARACTERS}", repr("".join(unknown)), "leave other characters out")
     return torch.tensor([[CHARACTERS.index(character) for character in text] for text in texts])
@@ -73,7 +77,7 @@ def sequences(pairs: ArrayLike | Tensor, *, digits: int, reverse: bool = False) 
     >>> decode(sequences(torch.tensor([[123, 456]]), digits=3, reverse=True))
     ['123+456=9750']
     """
-    digits = _digits(digits)
+    digits, reverse = _digits(digits), flag("reverse", reverse)
     numbers = _as_integers("pairs", pairs, "[..., 2]")
     if numbers.ndim < 1 or numbers.shape[-1] != 2:
         got = f"shape {tuple(numbers.shape)}"
@@ -124,7 +128,7 @@ def split(digits: int, *, share: float, generator: torch.Generator) -> Pairs:
     (torch.Size([9004, 2]), torch.Size([996, 2]))
     """
     count = 10 ** whole("digits", digits, high=MAX_ENUMERATED_DIGITS)
-    share = scalar("share", share, low=0.0, high=1.0)
+    share, generator = scalar("share", share, low=0.0, high=1.0), check_generator(generator, required=True)
     first, second = torch.triu_indices(count, count)
     test_count = round(share * len(first))
     if not 0 < test_count < len(first):
@@ -155,8 +159,10 @@ def draw(pairs: ArrayLike | Tensor, *, size: int, key: Int[Tensor, "2 seed"]) ->
     numbers = _as_integers("pairs", pairs, "[pair, 2]")
     if numbers.ndim != 2 or numbers.shape[-1] != 2 or len(numbers) == 0:
         raise InputError("pairs", "[pair, 2] and non-empty", f"shape {tuple(numbers.shape)}", "pass `split(...).train`")
+    size = whole("size", size)
+    memory.check("size", 64 * size, "draw fewer pairs at once")
     # Two numbers of 24 bits: with one alone some of 10⁶ pairs would be 6% more likely than others.
-    high, low = ((uniform((whole("size", size),), key=key, site=site) * 2**24).long() for site in (0, 1))
+    high, low = ((uniform((size,), key=key, site=site) * 2**24).long() for site in (0, 1))
     return numbers[((high << 24) + low) % len(numbers)]
 
 
@@ -204,7 +210,8 @@ def ceiling(digits: int, *, reverse: bool = False) -> Ceiling:
     >>> ceiling(2)
     Ceiling(bound=0.285, exact=0.285, greedy=0.2834)
     """
-    count = 10 ** whole("digits", digits, high=MAX_ENUMERATED_DIGITS)
+    digits = whole("digits", digits, high=MAX_ENUMERATED_DIGITS)
+    count = 10**digits
     pairs = torch.cartesian_prod(torch.arange(count), torch.arange(count))
     tokens = sequences(pairs, digits=digits, reverse=reverse).numpy()
     sums = tokens[:, answer(digits)]

@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from joma.arguments import InputError, whole
+from joma import memory
+from joma.arguments import InputError, flag, sequence, whole
 from joma.noise import check_generators
 
 CHUNK = 2**22  # labels drawn at once, 32 MiB
@@ -138,10 +139,11 @@ class CombinationTree:
     length: int = 30
 
     def __post_init__(self) -> None:
+        layers = sequence("latents", self.latents, "the number of latents in each layer")
         checked = {
             "classes": whole("classes", self.classes),
             "children": whole("children", self.children),
-            "latents": tuple(whole(f"latents[{layer}]", number) for layer, number in enumerate(self.latents)),
+            "latents": tuple(whole(f"latents[{layer}]", number) for layer, number in enumerate(layers)),
             "vocabulary": whole("vocabulary", self.vocabulary, low=2),
             "length": whole("length", self.length),
         }
@@ -169,7 +171,9 @@ class CombinationTree:
         >>> CombinationTree(classes=30, children=3).draw(streams, twins=False).accuracy_cap.tolist()
         [1.0, 1.0, 1.0]
         """
-        tries = whole("tries", tries)
+        tries, twins = whole("tries", tries), flag("twins", twins)
+        sizes = (self.vocabulary - 1, *self.latents, self.classes)
+        memory.check("classes", 16 * sum(a * b for a, b in pairwise(sizes)), "choose a smaller tree")
         trees = [
             self._draw(seed, generator, twins, tries) for seed, generator in enumerate(check_generators(generators))
         ]
@@ -218,6 +222,7 @@ def minibatch_counts(
             [34, 28, 35, 31]])
     """
     classes, batch, steps = whole("classes", classes), whole("batch", batch), whole("steps", steps)
+    memory.check("steps", 8 * steps * classes + 16 * batch, "draw fewer steps at once, or smaller batches")
     return torch.stack([_counts(classes, batch, steps, generator) for generator in check_generators(generators)], dim=1)
 
 

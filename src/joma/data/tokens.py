@@ -6,6 +6,7 @@ follow; they occur in every class and say little about it. The seed is the leadi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from joma import memory
 from joma.arguments import InputError, choice, scalar, whole
 from joma.noise import check_generators
+from joma.tensors import as_floating
 
 WIDTH = 30.0  # twice the variance of the bumps of `gaussian`, in tokens squared
 
@@ -96,6 +99,7 @@ def token_classes(
     if distinct + common == 0:
         raise InputError("distinct + common", "at least 1", 0, "give the classes some tokens")
     shape = (distinct + common, classes)
+    memory.check("classes", 32 * math.prod(shape), "give fewer classes or tokens")
     uniform = torch.stack(
         [torch.rand(shape, generator=stream, dtype=dtype) / 2 for stream in check_generators(generators)]
     )
@@ -147,6 +151,7 @@ def sequence_classes(
     share = scalar("share", share, low=0.0, high=1.0)
     variation = scalar("variation", variation, low=0.0, high=1.0)
     labels = queries * classes
+    memory.check("classes", 32 * labels * (labels * distinct + common), "give fewer classes or tokens")
     frequencies = []
     for generator in check_generators(generators):
         distinct_weight = torch.rand(labels, distinct, generator=generator, dtype=dtype)
@@ -189,7 +194,9 @@ def contexts(
     True
     """
     samples, length = whole("samples", samples), whole("length", length)
+    frequency = as_floating("frequency", frequency, expected="[seed, label, token]", remedy="pass P[token | class]")
     _check_frequency(frequency, len(check_generators(generators)))
+    memory.check("samples", 32 * samples * (length + frequency.shape[-1]), "draw fewer contexts at once")
     labels, tokens = [], []
     for probability, generator in zip(frequency, generators, strict=True):
         label = torch.randint(len(probability), (samples,), generator=generator)

@@ -6,6 +6,7 @@ that they came from. Nodes are numbered from the root down, level by level, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,9 @@ from jaxtyping import Bool, Int
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from joma.arguments import InputError, probabilities, real, scalar, whole
+from joma import memory
+from joma.arguments import InputError, probabilities, real, scalar, sequence, whole
+from joma.noise import check_generator
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ class HBLT:
         >>> HBLT.regular((1, 2, 2), p0=[1.0], p_child=[[0.5]], rho=0.9).child_counts
         ((1,), (2,), (2, 2))
         """
-        numbers = [whole(f"branching[{level}]", number) for level, number in enumerate(branching)]
+        levels = sequence("branching", branching, "the number of children at each depth")
+        numbers = [whole(f"branching[{level}]", number) for level, number in enumerate(levels)]
+        memory.check("branching", 64 * math.prod(numbers), "choose a smaller tree")
         widths = np.cumprod([1, *numbers])
         counts = tuple((number,) * int(width) for number, width in zip(numbers, widths, strict=False))
         return cls(counts, p0, p_child, rho)
@@ -94,6 +99,8 @@ class HBLT:
         """
         classes, max_tokens = whole("classes", classes), whole("max_tokens", max_tokens, low=2)
         max_nodes, counts = whole("max_nodes", max_nodes, low=4), ((1,),)
+        generator = check_generator(generator, required=True)
+        memory.check("classes", 64 * classes, "give fewer classes")
         while not 2 <= sum(counts[-1]) <= max_tokens or 1 + sum(map(sum, counts)) > max_nodes:
             counts = _random_counts(generator)
         uniform = torch.rand((counts[0][0] + 1, classes), generator=generator, dtype=torch.float64).numpy()
@@ -127,7 +134,8 @@ class HBLT:
         Returns:
             `TreeSample`: labels [sample], bits of the latents level by level, and bits of the tokens [sample, token].
         """
-        count = whole("count", count)
+        count, generator = whole("count", count), check_generator(generator, required=True)
+        memory.check("count", 10 * count * len(self.parents), "draw fewer sequences at once")
         options = {"generator": generator, "device": generator.device, "dtype": torch.float64}
         p0, p_child = (torch.as_tensor(np.asarray(table), device=generator.device) for table in (self.p0, self.p_child))
         label = torch.multinomial(p0, count, replacement=True, generator=generator)
@@ -142,10 +150,12 @@ class HBLT:
 
 def _check_levels(child_counts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Return the numbers of children as tuples of ints, if each level has one for every node of the level above."""
+    child_counts = sequence("child_counts", child_counts, "for each level, how many children each node has")
     if len(child_counts) == 0:
         raise InputError("child_counts", "at least one level", "none", "give the root's number of children, as ((2,),)")
     levels, width = [], 1
-    for depth, counts in enumerate(child_counts):
+    for depth, level in enumerate(child_counts):
+        counts = sequence(f"child_counts[{depth}]", level, "one number for each node")
         if len(counts) != width:
             expected = f"one number for each of the {width} nodes at depth {depth}"
             remedy = "a level has as many nodes as the level above has children"

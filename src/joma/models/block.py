@@ -17,10 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from joma import memory
-from joma.arguments import InputError, StateError, choice, scalar, whole
+from joma.arguments import InputError, StateError, choice, instance, scalar, whole
 from joma.kernels.gelu import gelu
 from joma.models.initialisation import COPIES
 from joma.noise import check_generators
+from joma.tensors import as_floating
 
 
 def _linear(z: Tensor, x: Tensor) -> Tensor:
@@ -123,6 +124,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         check_generators(generators)
+        instance("config", config, BlockConfig, "pass `BlockConfig(tokens=..., hidden=...)`")
         self.config, self.attention = config, ATTENTIONS[config.attention]
         self.activation = ACTIVATIONS[config.activation]
         tokens, hidden, queries, scale = int(config.tokens), int(config.hidden), int(config.queries), config.scale
@@ -227,6 +229,7 @@ def _embeddings(embeddings: Tensor | None, dim: int | None, columns: int) -> Ten
             remedy = "widen it or give `embeddings`"
             raise InputError("dim", f"at least {columns} for orthonormal embeddings", dim, remedy)
         return torch.eye(dim, columns, dtype=torch.float64)
+    embeddings = as_floating("embeddings", embeddings, expected="floating [dim, column]", remedy="give a matrix")
     if embeddings.ndim != 2 or embeddings.shape[1] != columns or dim not in (None, len(embeddings)):
         expected = f"of shape ({'dim' if dim is None else dim}, {columns})"
         remedy = "give one column for each token, then each query"

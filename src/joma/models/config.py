@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from joma.arguments import InputError, choice, whole
+from joma.arguments import InputError, choice, described, scalar, sequence, whole
 from joma.models.block import ACTIVATIONS
 from joma.models.initialisation import INITS
 
@@ -68,7 +68,7 @@ class DecoderConfig:
                 whole(name, value)
         for name, table in {**CHOICES, "activation": ACTIVATIONS, "init": INITS}.items():
             choice(name, getattr(self, name), table)
-        for site in self.sites:
+        for site in sequence("sites", self.sites, "names of sites"):
             choice("sites", site, dict.fromkeys(SITES))
         if self.width % self.heads:
             raise InputError("heads", f"a divisor of the width {self.width}", self.heads, "change one of them")
@@ -79,10 +79,12 @@ class DecoderConfig:
             raise InputError("length", f"given with {self.positions} positions", None, remedy)
         if self.tied and self.outputs not in (None, self.vocabulary):
             raise InputError("outputs", f"the vocabulary, {self.vocabulary}, if tied", self.outputs, "untie the head")
-        if not isinstance(self.residual, bool) and [len(pair) for pair in self.residual] != [2] * self.layers:
+        if not isinstance(self.residual, bool):
             expected = f"a bool, or a pair (attention, mlp) for each of {self.layers} layers"
-            raise InputError("residual", expected, self.residual, "give one pair for each layer")
-        if not 0.0 <= self.dropout < 1.0:
+            pairs = [sequence("residual", pair, expected) for pair in sequence("residual", self.residual, expected)]
+            if [len(pair) for pair in pairs] != [2] * self.layers:
+                raise InputError("residual", expected, described(self.residual), "give one pair for each layer")
+        if not 0.0 <= scalar("dropout", self.dropout) < 1.0:
             raise InputError("dropout", "in [0, 1)", self.dropout, "give the probability of dropping a number")
 
     @property

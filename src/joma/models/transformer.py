@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from joma import memory
-from joma.arguments import InputError, choice, whole
+from joma.arguments import InputError, choice, instance, sequence, whole
 from joma.kernels.head import surprisal
 from joma.kernels.table import MAX_ROWS, lookup
 from joma.models.config import CHOICES, SITES, DecoderConfig
@@ -37,6 +37,7 @@ from joma.models.layers import (
     sinusoids,
 )
 from joma.noise import check_generators
+from joma.tensors import as_tensor
 
 __all__ = ["CHOICES", "INITS", "SITES", "Decoder", "DecoderConfig", "Layer", "Linear"]
 
@@ -76,8 +77,11 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         check_generators(generators)
+        instance("config", config, DecoderConfig, "pass `DecoderConfig(vocabulary=..., width=...)`")
         needed = COPIES * len(generators) * config.parameter_count * dtype.itemsize
         memory.check("config", needed, "choose a smaller width, fewer layers or fewer seeds")
+        if residual is not None:
+            residual = as_tensor("residual", residual, expected="[seed, layer, 2]", remedy="give booleans")
         if residual is not None and residual.shape != (len(generators), config.layers, 2):
             expected = f"of shape {(len(generators), config.layers, 2)}: seed, layer, attention and MLP"
             raise InputError("residual", expected, tuple(residual.shape), "give a pair for each layer of each seed")
@@ -100,8 +104,8 @@ class Decoder(nn.Module):
             self.register_buffer(buffer, None, persistent=False)
         width, encodings = self.config.width, [self.config.positions]
         if names is not None:
-            self._check_positions(names, len(draw.generators))
-            encodings = list(names)
+            encodings = sequence("positions", names, "the name of each seed's encoding")
+            self._check_positions(encodings, len(draw.generators))
         if "sinusoidal" in encodings:  # sine and cosine alternate, the same numbers for every seed
             sinusoidal = sinusoids(self.config, width, draw.dtype).permute(1, 2, 0).flatten(1)[:, :width]
             self.positions = torch.stack([sinusoidal * (name == "sinusoidal") for name in encodings])

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from joma.arguments import InputError, scalar
+from joma.arguments import InputError, flag, scalar
 from joma.probes.states import check_expanded, floating
 from joma.tensors import as_tensor
 
@@ -54,7 +54,7 @@ def latent_alignment(
     >>> latent_alignment(latent, hidden, absolute=True)
     tensor([1.0000, 0.5774, nan], dtype=torch.float64)
     """
-    share = scalar("tolerance", tolerance, low=0.0, high=1.0)
+    share, absolute = scalar("tolerance", tolerance, low=0.0, high=1.0), flag("absolute", absolute)
     latent, hidden = _real("latent", latent), floating("hidden", hidden, "pass activations")
     exists = None if present is None else _real("present", present)
     _check_shapes(latent, hidden, exists)

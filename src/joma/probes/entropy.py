@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from joma.arguments import InputError, choice, scalar
+from joma.arguments import InputError, choice, flag, scalar
 from joma.kernels.entropy_blocks import visible_keys
 from joma.kernels.entropy_choice import PRECISIONS, entropy_rows
 from joma.kernels.entropy_scores import Scores
@@ -210,6 +210,7 @@ def _batches(
 ) -> _Batches:
     """Check the arguments and split them into batches of four axes: [batch, head, length, dim]."""
     query, key = _plain("query", queries), _plain("key", keys)
+    causal, grouped = flag("causal", causal), flag("enable_gqa", grouped)
     mask = None if visible is None else _plain("mask", visible)
     _check_tensors(query, key)
     factor = query.shape[-1] ** -0.5 if scale is None else scale

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from joma.arguments import InputError
+from joma.arguments import InputError, flag
 from joma.kernels.cosines import cosine_sums
 from joma.probes.states import floating
 
@@ -52,7 +52,7 @@ def cosine_orthogonality(vectors: ArrayLike | Tensor, *, centred: bool = False) 
     x = floating("vectors", vectors, remedy, expected=expected).detach()
     if x.ndim < 2 or x.numel() == 0:
         raise InputError("vectors", expected, f"{x.dtype} of shape {tuple(x.shape)}", remedy)
-    lead = x.shape[:-2]
+    lead, centred = x.shape[:-2], flag("centred", centred)
     x = x.flatten(0, -3) if x.ndim > 2 else x[None]
     fields = torch.stack([_measure(matrix, centred) for matrix in x], dim=-1)
     return Orthogonality(*fields.view(5, *lead))

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from joma.arguments import InputError, scalar, whole
+from joma.arguments import InputError, flag, scalar, whole
 from joma.probes.states import checked_states, floating, nan_where, split_diverged
 
 
@@ -63,7 +63,7 @@ def slice_similarity(
             [-1., -1., -1.]], dtype=torch.float64)
     """
     activations, share = checked_states(states, axes=4), scalar("tolerance", tolerance, low=0.0, high=1.0)
-    layers, samples = activations.shape[-4], activations.shape[-3]
+    layers, samples, debiased = activations.shape[-4], activations.shape[-3], flag("debiased", debiased)
     if samples < (min_samples := 4 if debiased else 2):
         raise InputError("states", f"at least {min_samples} samples", samples, "give more sequences", must="have")
     finite, diverged = split_diverged(activations, axes=4)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import erfcx, expit, ndtr
 
-from joma.arguments import choice, scalar
+from joma.arguments import as_numbers, choice, scalar
 
 LEAK = 0.01  # slope of the leaky ReLU below zero
 
@@ -47,7 +47,7 @@ def normal_density(y: ArrayLike) -> np.ndarray:
     >>> float(normal_density(0.0))
     0.3989422804014327
     """
-    y = np.clip(np.asarray(y, dtype=np.float64), -40.0, 40.0)  # exp(−800) is already 0
+    y = np.clip(as_numbers("y", y), -40.0, 40.0)  # exp(−800) is already 0
     return np.asarray(np.exp(-0.5 * y * y) / np.sqrt(2 * np.pi))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, choice, probabilities, real, scalar
+from joma.arguments import InputError, choice, described, flag, instance, probabilities, real, scalar
 from joma.theory.activations import Activation, named, smoothed
 from joma.theory.integration import DEFAULT_SOLVER, Solution, Solver, Times, integrate
 from joma.theory.invariants import ATTENTIONS, AttentionLaw, Ledger, ledger_rates, predict, reference
@@ -262,6 +262,7 @@ class BlockFlow:
         return samples * (3 * self.x.shape[1] + 2 * dim + 4 * hidden + dim * hidden // 8)
 
     def _solver(self, solver: Solver) -> Solver:
+        solver = instance("solver", solver, Solver, "pass `Solver(method=...)`")
         return solver if solver.method else replace(solver, method=self.method)
 
     def _start(self, w0: ArrayLike, z0: ArrayLike, bias0: ArrayLike) -> _Start:
@@ -340,6 +341,10 @@ def block(
     >>> bool(np.allclose(path.z[:, 0], path.v[:, :, 0] ** 2, atol=1e-10))  # z = (κ/2) v²
     True
     """
+    instance("training", training, Training, "pass `Training(rate_w=...)`")
+    instance("architecture", architecture, Architecture, "pass `Architecture(temperature=...)`")
+    if not callable(gradient):
+        raise InputError("gradient", "a function from h to g", described(gradient), "pass one of `joma.theory.losses`")
     law, frequency = choice("attention", attention, ATTENTIONS), real("x", x, ndim=2, low=0.0)
     if law.normalised and not (frequency.sum(axis=1) > 0).all():
         raise InputError("x", "positive somewhere in every sample", "a row of zeros", "drop empty contexts")
@@ -358,8 +363,8 @@ def block(
         context=context,
         query_embedding=query_embedding,
         temperature=scalar("temperature", architecture.temperature, above=0.0),
-        residual=architecture.residual,
-        layer_norm=architecture.layer_norm,
+        residual=flag("residual", architecture.residual),
+        layer_norm=flag("layer_norm", architecture.layer_norm),
         skip=None if skip is None else real("skip", skip, ndim=2),
         training=training,
         b_ref=b_ref,

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import choice, scalar, whole
+from joma.arguments import choice, in_range, instance, scalar, whole
 from joma.theory.mixture import FLOWS, Unit
 from joma.theory.moments import Values
 
@@ -32,7 +32,11 @@ def jacobian(unit: Unit, v: ArrayLike) -> np.ndarray:
     array([[0.      , 0.      ],
            [0.      , 0.120985]])
     """
-    return linearised(unit, unit.vectors(v))[1]
+    array = Unit.check(unit).vectors(v)
+    with np.errstate(all="ignore"):
+        matrix = linearised(unit, array)[1]
+    in_range("v`, `unit", matrix)
+    return matrix
 
 
 def linearised(
@@ -262,6 +266,8 @@ def critical_points(
     (('stable', 'unstable'), array([[ 1.,  0.], [-1.,  0.]]))
     """
     choice("flow", flow, RESIDUALS)
+    Unit.check(unit)
+    instance("generator", generator, np.random.Generator, "pass `np.random.default_rng(seed)`")
     problem = _Problem(unit, flow, scalar("decay", decay, above=0.0), scalar("radius", radius, above=0.0))
     basis = _span_and_normal(unit.centres)
     reduced = replace(problem, unit=replace(unit, centres=unit.centres @ basis))

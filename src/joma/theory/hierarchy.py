@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 from scipy.special import xlog1py
 
-from joma.arguments import InputError, broadcast, probabilities, real, scalar
+from joma.arguments import InputError, broadcast, flag, probabilities, real, scalar
 
 ENUMERABLE = 20  # binary nodes: their 2^20 states are a million
 
@@ -241,7 +241,7 @@ def _checked(
 
 
 def _parents(parents: ArrayLike) -> Int[np.ndarray, " node"]:
-    array = _whole_numbers("parents", parents, low=-1).astype(np.int64)
+    array = _whole_numbers("parents", parents, low=-1, high=2**53).astype(np.int64)
     if array.ndim != 1 or array.size < 2:
         raise InputError("parents", "one row of at least 2 nodes", f"shape {array.shape}", "give the root and a child")
     if array[0] != -1 or (array[1:] < 0).any() or (array[1:] >= np.arange(1, array.size)).any():
@@ -317,7 +317,7 @@ def _occurring(name: str, chance: Float[np.ndarray, "*shape"]) -> Float[np.ndarr
 
 
 def _gap(name: str, value: ArrayLike, *, low: float, complement: bool) -> Float[np.ndarray, "*batch"]:
-    if complement:
+    if flag("complement", complement):
         return real(name, value, low=0.0, high=1 - low)
     return np.asarray(1 - real(name, value, low=low, high=1.0))
 
@@ -331,8 +331,8 @@ def _heights(height: ArrayLike, depth: ArrayLike) -> tuple[Float[np.ndarray, "*#
     return height, depth
 
 
-def _whole_numbers(name: str, value: ArrayLike, *, low: int) -> Float[np.ndarray, "*batch"]:
-    array = real(name, value, low=low)
+def _whole_numbers(name: str, value: ArrayLike, *, low: int, high: float = np.inf) -> Float[np.ndarray, "*batch"]:
+    array = real(name, value, low=low, high=high)
     fractional = array[array != np.rint(array)]
     if fractional.size:
         raise InputError(name, "whole numbers", f"{fractional.flat[0]:.6g}", "round it first")

@@ -176,7 +176,7 @@ def _time_unit(start: np.ndarray, slope: np.ndarray, grid: Grid) -> float:
     (low, high), scale = _USUAL_TIMES, min(float(efolding), float(grid[-1]))
     if low <= scale <= high:
         return 1.0
-    unit = 2.0 ** math.floor(math.log2(scale))
+    unit = 2.0 ** math.floor(math.log2(max(scale, grid[-1] * 1e-290)))
     first = grid[grid > 0][0]
     if first / unit < 1e-290:
         got = f"{first:.3g} and {grid[-1]:.3g}"

@@ -16,6 +16,7 @@ Only the sum over queries is fixed by the weights. A single z_m is not predicted
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, aligned, broadcast, choice, probabilities, real, scalar
+from joma.arguments import InputError, aligned, broadcast, choice, in_range, probabilities, real, scalar
 
 Weights = Float[np.ndarray, "*lead token hidden"]
 Tokens = Float[np.ndarray, "*lead token"]
@@ -136,14 +137,18 @@ def predict(
         raise InputError("v0", f"of [token, hidden] {weights.shape[-2:]}", start.shape[-2:], "give the start of `v`")
     _same_tokens("z0", logits, weights)
     kappa = scalar("kappa", kappa, low=0.0)
-    total = (logits**law.power).sum(axis=-2)
-    growth = (weights**2).sum(axis=-1) - (start**2).sum(axis=-1)
+    fixed, divisor = None, 1.0
     if law.normalised:
-        fixed = _reference("b_ref", b_ref, weights)
-        growth = growth - fixed * growth.sum(axis=-1, keepdims=True)
-        kappa = kappa / scalar("temperature", temperature, above=0.0)
-    broadcast(z0=total, v=growth)
-    return total + 0.5 * law.power * kappa * growth
+        fixed, divisor = _reference("b_ref", b_ref, weights), scalar("temperature", temperature, above=0.0)
+    broadcast(z0=logits[..., 0, :], v=weights[..., 0], v0=start[..., 0])
+    with np.errstate(all="ignore"):
+        total = (logits**law.power).sum(axis=-2)
+        growth = (weights**2).sum(axis=-1) - (start**2).sum(axis=-1)
+        if fixed is not None:
+            growth = growth - fixed * growth.sum(axis=-1, keepdims=True)
+        prediction = total + 0.5 * law.power * (kappa / divisor) * growth
+    in_range("v`, `v0`, `z0`, `kappa`, `temperature", prediction)
+    return prediction
 
 
 def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_w: float = 1.0, rate_z: float = 1.0) -> np.ndarray:
@@ -171,10 +176,16 @@ def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_w: float = 1.0
     _same_tokens("z", logits, weights)
     rate_w, rate_z = scalar("rate_w", rate_w, above=0.0), scalar("rate_z", rate_z, above=0.0)
     if law.normalised:
-        return logits.sum(axis=-1)
-    total, squares = (logits**law.power).sum(axis=-2), (weights**2).sum(axis=-1)
-    broadcast(z=total, v=squares)
-    return total / rate_z - 0.5 * law.power * squares / rate_w
+        with np.errstate(all="ignore"):
+            sums = logits.sum(axis=-1)
+        in_range("z", sums)
+        return sums
+    broadcast(z=logits[..., 0, :], v=weights[..., 0])
+    with np.errstate(all="ignore"):
+        total, squares = (logits**law.power).sum(axis=-2), (weights**2).sum(axis=-1)
+        quantity = total / rate_z - 0.5 * law.power * squares / rate_w
+    in_range("v`, `z`, `rate_w`, `rate_z", quantity)
+    return quantity
 
 
 def ledger(
@@ -220,12 +231,15 @@ def ledger(
     rates = {"rate_w": rate_w, "rate_z": rate_z, "temperature": temperature}
     rates = {name: scalar(name, rate, above=0.0) for name, rate in rates.items()}
     fixed = _reference("b_ref", b_ref, path)
-    v_step = np.diff(path, axis=0)
-    drift, gap = ledger_rates(path[:-1], v_step, b_bar, pull, b_ref=fixed, **rates)
-    squares = (v_step**2).sum(axis=-1)
-    scale = 0.5 * rates["rate_z"] / (rates["rate_w"] * rates["temperature"])
-    step = scale * (squares - fixed * squares.sum(axis=-1, keepdims=True))
-    return Ledger(*(_running_sum(term) for term in (drift, gap, step)))
+    with np.errstate(all="ignore"):
+        v_step = np.diff(path, axis=0)
+        drift, gap = ledger_rates(path[:-1], v_step, b_bar, pull, b_ref=fixed, **rates)
+        squares = (v_step**2).sum(axis=-1)
+        scale = np.divide(0.5 * rates["rate_z"], rates["rate_w"] * rates["temperature"])
+        step = scale * (squares - fixed * squares.sum(axis=-1, keepdims=True))
+        sums = [_running_sum(term) for term in (drift, gap, step)]
+    in_range("v`, `b_bar`, `pull`, `rate_w`, `rate_z`, `temperature", *sums)
+    return Ledger(*sums)
 
 
 def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1.0) -> np.ndarray:
@@ -253,10 +267,15 @@ def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1
     _same_tokens("z", logits, path)
     if path.shape[0] != logits.shape[0]:
         raise InputError("z", f"of {path.shape[0]} steps", logits.shape[0], "record both at every step and at the end")
-    increments = 0.5 * law.power * scalar("kappa", kappa, low=0.0) * (np.diff(path, axis=0) ** 2).sum(axis=-1)
-    if law.power == 2:
-        increments = increments - (np.diff(logits, axis=0) ** 2).sum(axis=-2)
-    return _running_sum(increments)
+    ratio = scalar("kappa", kappa, low=0.0)
+    broadcast(v=path[..., 0], z=logits[..., 0, :])
+    with np.errstate(all="ignore"):
+        increments = 0.5 * law.power * ratio * (np.diff(path, axis=0) ** 2).sum(axis=-1)
+        if law.power == 2:
+            increments = increments - (np.diff(logits, axis=0) ** 2).sum(axis=-2)
+        sums = _running_sum(increments)
+    in_range("v`, `z`, `kappa", sums)
+    return sums
 
 
 def ledger_rates(
@@ -282,7 +301,7 @@ def ledger_rates(
     (array([0.5]), array([0.5]))
     """
     radial = (v * v_dot).sum(axis=(-2, -1))[..., None]
-    drift = rate_z / (rate_w * temperature) * (b_bar - b_ref) * radial
+    drift = np.divide(rate_z, rate_w * temperature) * (b_bar - b_ref) * radial
     gap = rate_z / temperature * (pull - b_bar * radial / rate_w)
     return drift, gap
 
@@ -301,7 +320,9 @@ def reference(x: ArrayLike, weight: ArrayLike | None = None) -> np.ndarray:
     share = np.full(len(frequency), 1 / len(frequency)) if weight is None else probabilities("weight", weight, ndim=1)
     if share.shape != frequency.shape[:1]:
         raise InputError("weight", f"one for each of {len(frequency)} samples", share.shape, "match `x`")
-    mean = share @ frequency
+    with np.errstate(all="ignore"):
+        mean = share @ frequency
+        in_range("x", mean.sum())
     if not mean.sum() > 0:
         raise InputError("x", "positive somewhere", "zeros only", "give the tokens' frequencies")
     return mean / mean.sum()
@@ -328,7 +349,10 @@ def folded_gain(v: ArrayLike, v0: ArrayLike, z0: ArrayLike, *, kappa: float = 1.
     if queries != 1:
         remedy = "only the sum over queries is fixed: integrate the block's flow instead"
         raise InputError("z0", "the logits of one query, [..., 1, token]", f"{queries} queries", remedy)
-    return np.exp(predict("exp", v, v0, z0, kappa=kappa))
+    with np.errstate(over="ignore", under="ignore"):
+        gain = np.exp(predict("exp", v, v0, z0, kappa=kappa))
+    in_range("v`, `v0`, `z0`, `kappa", gain)
+    return gain
 
 
 def correlation(z: ArrayLike, z_hat: ArrayLike) -> np.ndarray:
@@ -349,6 +373,7 @@ def correlation(z: ArrayLike, z_hat: ArrayLike) -> np.ndarray:
     np.float64(1.0)
     """
     measured, predicted = aligned(z=z, z_hat=z_hat)
+    (measured,), (predicted,) = _rescaled(measured), _rescaled(predicted)
     cosine = (_unit(measured) * _unit(predicted)).sum(axis=-1)
     return np.asarray(np.clip(cosine, -1.0, 1.0))
 
@@ -371,9 +396,17 @@ def relative_error(z: ArrayLike, z_hat: ArrayLike, z0: ArrayLike) -> np.ndarray:
     >>> relative_error([1.0, 2.0], [1.0, 3.0], [0.0, 2.0])
     array(1.)
     """
-    measured, predicted, start = aligned(z=z, z_hat=z_hat, z0=z0)
+    measured, predicted, start = _rescaled(*aligned(z=z, z_hat=z_hat, z0=z0))
     error, change = np.linalg.norm(measured - predicted, axis=-1), np.linalg.norm(measured - start, axis=-1)
     return np.divide(error, change, out=np.where(error > 0, np.inf, 0.0), where=change > 0)
+
+
+def _rescaled(*arrays: np.ndarray) -> list[np.ndarray]:
+    """Return arrays divided by one power of two, which is exact, if their squares would overflow or vanish."""
+    largest = max(float(np.abs(array).max()) for array in arrays)
+    if largest == 0 or 1e-100 < largest < 1e100:
+        return list(arrays)
+    return [np.ldexp(array, -math.frexp(largest)[1]) for array in arrays]
 
 
 def _weights(name: str, value: ArrayLike) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, broadcast, choice, positive, real, scalar
+from joma.arguments import InputError, broadcast, choice, in_range, instance, positive, real, scalar
 from joma.theory.activations import Activation
 from joma.theory.moments import Averages, Values, averages
 
@@ -55,8 +55,14 @@ def theta(
     r, norm, sigma = real("r", r), positive("norm", norm), positive("sigma", sigma)
     shape = broadcast(r=r, norm=norm, sigma=sigma)
     moments = averages(activation, noise, dimension)
-    slope, tilt = moments.slopes(*np.broadcast_arrays(*np.atleast_1d(r, norm * sigma)))
-    return np.asarray(norm * slope.reshape(shape)), np.asarray(norm**2 * sigma * tilt.reshape(shape))
+    with np.errstate(all="ignore"):
+        spread = norm * sigma
+        if (spread == 0).any():
+            raise InputError("norm`, `sigma", "such that their product is above 0", "an underflow", "rescale them")
+        slope, tilt = moments.slopes(*np.broadcast_arrays(*np.atleast_1d(r, spread)))
+        thetas = np.asarray(norm * slope.reshape(shape)), np.asarray(norm**2 * sigma * tilt.reshape(shape))
+    in_range("r`, `norm`, `sigma", *thetas)
+    return thetas
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,15 @@ class Unit:
             raise InputError("weights", "one for each centre", got, "give a_c = E[g | c] P[c] for each component")
         moments = averages(activation, noise, x.shape[1])
         return cls(moments, x, a, scalar("sigma", sigma, above=0.0), scalar("xi", xi))
+
+    @classmethod
+    def check(cls, unit: Unit) -> Unit:
+        """Return `unit`, or raise `InputError` if it is anything else.
+
+        >>> Unit.check(Unit.of("relu", [[1.0]], [1.0])).sigma
+        1.0
+        """
+        return instance("unit", unit, cls, "create it with `Unit.of`")
 
     def vectors(self, v: ArrayLike) -> Float[np.ndarray, "*batch token"]:
         """Return `v` [..., token] as float64, after a check that it matches the centres and is not zero."""
@@ -164,9 +179,12 @@ def velocity(unit: Unit, v: ArrayLike, *, flow: str = "plain", decay: float = 0.
     >>> velocity(Unit.of("relu", [[1.0, 0.0]], [1.0]), [2.0, 0.0]).round(6)
     array([1.083315, 0.      ])
     """
-    array = unit.vectors(v)
-    flow_velocity = choice("flow", flow, FLOWS)
-    return np.asarray(flow_velocity(unit.drive(array), array, scalar("decay", decay, low=0.0)))
+    array = Unit.check(unit).vectors(v)
+    flow_velocity, rate = choice("flow", flow, FLOWS), scalar("decay", decay, low=0.0)
+    with np.errstate(all="ignore"):
+        v_dot = np.asarray(flow_velocity(unit.drive(array), array, rate))
+    in_range("v`, `unit`, `decay", v_dot)
+    return v_dot
 
 
 def offset_velocity(unit: Unit, v: ArrayLike) -> np.ndarray:
@@ -175,8 +193,11 @@ def offset_velocity(unit: Unit, v: ArrayLike) -> np.ndarray:
     >>> float(offset_velocity(Unit.of("relu", [[1.0, 0.0]], [0.5]), [0.0, 2.0]))
     0.25
     """
-    slope, _ = unit.moments.slopes(*unit.seen(unit.vectors(v)))
-    return np.asarray(slope @ unit.weights)
+    array = Unit.check(unit).vectors(v)
+    with np.errstate(all="ignore"):
+        xi_dot = np.asarray(unit.moments.slopes(*unit.seen(array))[0] @ unit.weights)
+    in_range("v`, `unit", xi_dot)
+    return xi_dot
 
 
 def objective(unit: Unit, v: ArrayLike, *, decay: float = 0.0) -> np.ndarray:
@@ -185,9 +206,12 @@ def objective(unit: Unit, v: ArrayLike, *, decay: float = 0.0) -> np.ndarray:
     >>> round(float(objective(Unit.of("relu", [[1.0, 0.0]], [1.0]), [2.0, 0.0])), 6)
     2.166631
     """
-    array, rate = unit.vectors(v), scalar("decay", decay, low=0.0)
-    mean = unit.moments.mean(*unit.seen(array))
-    return np.asarray(mean @ unit.weights - rate / 2 * (array**2).sum(-1))
+    array, rate = Unit.check(unit).vectors(v), scalar("decay", decay, low=0.0)
+    with np.errstate(all="ignore"):
+        mean = unit.moments.mean(*unit.seen(array))
+        value = np.asarray(mean @ unit.weights - rate / 2 * (array**2).sum(-1))
+    in_range("v`, `unit`, `decay", value)
+    return value
 
 
 def fixed_centre(unit: Unit, v: ArrayLike, *, flow: str = "plain", decay: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -214,14 +238,16 @@ def fixed_centre(unit: Unit, v: ArrayLike, *, flow: str = "plain", decay: float 
     >>> float(rate.round(6)), centre.round(6)
     (0.266088, array([1.689663, 0.      ]))
     """
-    array, damping = unit.vectors(v), scalar("decay", decay, low=0.0)
-    pull, across = unit.terms(array)
-    rates = {
-        "plain": -across,
-        "sphere": (array * pull).sum(-1, keepdims=True) / (array**2).sum(-1, keepdims=True),
-        "decayed": damping - across,
-    }
+    array, damping = Unit.check(unit).vectors(v), scalar("decay", decay, low=0.0)
+    with np.errstate(all="ignore"):
+        pull, across = unit.terms(array)
+        rates = {
+            "plain": -across,
+            "sphere": (array * pull).sum(-1, keepdims=True) / (array**2).sum(-1, keepdims=True),
+            "decayed": damping - across,
+        }
     rate = choice("flow", flow, rates)
+    in_range("v`, `unit`, `decay", rate)
     with np.errstate(over="ignore"):  # as the rate goes to zero the centre goes to infinity
         centre = np.divide(pull, rate, out=np.full(array.shape, np.nan), where=rate > 0)
     return np.asarray(rate[..., 0]), centre

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from joma.arguments import InputError, choice, real, scalar, whole
+from joma.arguments import InputError, choice, instance, real, scalar, whole
 
 OPTIMISERS: dict[str, str] = {
     "sgd": "p − η(g + λp)",
@@ -49,7 +49,8 @@ class Optimiser:
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        choice("optimiser", self.name, OPTIMISERS)
+        choice("name", self.name, OPTIMISERS)
+        instance("rates", self.rates, Mapping, "give learning rates by parameter name")
         real("rate", self.rate, ndim=1 if isinstance(self.rate, Sequence) else 0, low=0.0)
         for rate in self.rates.values():
             scalar("rates", rate, low=0.0)

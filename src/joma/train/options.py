@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from joma import schedule
-from joma.arguments import InputError, choice, whole
+from joma.arguments import InputError, choice, sequence, whole
 
 PRECISIONS = {"highest": "float32", "high": "TF32", "bf16": "bfloat16, accumulated in float32; measures use TF32"}
 Measure = Callable[[Any, int], Mapping[str, Tensor]]
@@ -114,7 +114,7 @@ class Compute:
 
 def _as_tuple(steps: Iterable[Any] | None) -> tuple[Any, ...] | None:
     """Keep the steps of an iterator, which could be read once only."""
-    return None if steps is None else tuple(steps)
+    return None if steps is None else tuple(sequence("at", steps, "steps in any order"))
 
 
 def _checked_steps(name: str, steps: Iterable[Any], last: int) -> frozenset[int]:
