@@ -65,7 +65,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "layers", "heads", "hidden", "outputs", "length"):
             if (value := getattr(self, name)) is not None:
-                whole(name, value)
+                object.__setattr__(self, name, whole(name, value))
         for name, table in {**CHOICES, "activation": ACTIVATIONS, "init": INITS}.items():
             choice(name, getattr(self, name), table)
         for site in sequence("sites", self.sites, "names of sites"):
@@ -81,8 +81,8 @@ class DecoderConfig:
             raise InputError("outputs", f"the vocabulary, {self.vocabulary}, if tied", self.outputs, "untie the head")
         if not isinstance(self.residual, bool):
             expected = f"a bool, or a pair (attention, mlp) for each of {self.layers} layers"
-            pairs = [sequence("residual", pair, expected) for pair in sequence("residual", self.residual, expected)]
-            if [len(pair) for pair in pairs] != [2] * self.layers:
+            pairs = sequence("residual", self.residual, expected)
+            if len(pairs) != self.layers or any(len(sequence("residual", pair, expected)) != 2 for pair in pairs):
                 raise InputError("residual", expected, described(self.residual), "give one pair for each layer")
         if not 0.0 <= scalar("dropout", self.dropout) < 1.0:
             raise InputError("dropout", "in [0, 1)", self.dropout, "give the probability of dropping a number")

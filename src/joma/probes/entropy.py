@@ -44,8 +44,8 @@ def shannon_entropy(p: ArrayLike | Tensor, dim: int = -1) -> Tensor:
     """
     p = floating("p", p, "pass probabilities")
     dim = axis("dim", dim, p)
-    sums = p.sum(dim=dim)
-    defined_sums, defined_p = sums, p
+    sums = p.detach().sum(dim=dim)
+    defined_sums, defined_p = sums, p.detach()
     if not torch.isfinite(sums).all():
         undefined = sums.isnan()
         defined_sums, defined_p = sums[~undefined], p.masked_fill(undefined.unsqueeze(dim), 0.0)

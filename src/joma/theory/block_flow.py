@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, choice, described, flag, instance, probabilities, real, scalar
+from joma.arguments import InputError, check_size, choice, described, flag, instance, probabilities, real, scalar
 from joma.theory.activations import Activation, named, smoothed
 from joma.theory.integration import DEFAULT_SOLVER, Solution, Solver, Times, integrate
 from joma.theory.invariants import ATTENTIONS, AttentionLaw, Ledger, ledger_rates, predict, reference
@@ -254,7 +254,8 @@ class BlockFlow:
         solution = integrate(rhs, state, times, self._solver(solver), numbers=numbers)
         w, bias = _unpack(solution.states, shapes)
         no_ledger = np.zeros((len(w), len(self.b_ref)))
-        return self._solution(solution, [w, logits(w), bias, no_ledger, no_ledger])
+        z = logits(w) if len(w) else np.empty((0, *start.z.shape))
+        return self._solution(solution, [w, z, bias, no_ledger, no_ledger])
 
     def _numbers(self, start: _Start) -> int:
         """Return how many numbers a velocity computes; those of matrix products count less."""
@@ -373,7 +374,7 @@ def block(
 
 
 def _queries(query: ArrayLike, samples: int) -> Int[np.ndarray, " sample"]:
-    index = real("query", query, low=0.0)
+    index = real("query", query, low=0.0, high=2**53)
     if index.shape not in ((), (samples,)) or (index != np.round(index)).any():
         raise InputError("query", f"one whole number, or one for each of {samples} samples", repr(query), "match `x`")
     return np.broadcast_to(index, (samples,)).astype(np.int64)
@@ -382,6 +383,7 @@ def _queries(query: ArrayLike, samples: int) -> Int[np.ndarray, " sample"]:
 def _embedding(embedding: ArrayLike | None, tokens: int, query: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the columns of the embedding that belong to contextual tokens, and those that belong to queries."""
     columns = tokens + 1 + int(query.max())
+    check_size("query", (columns, columns))
     u = np.eye(columns) if embedding is None else real("embedding", embedding, ndim=2)
     if u.shape[1] < columns:
         remedy = "give a column for each token, then one for each query"

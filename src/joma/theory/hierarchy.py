@@ -97,7 +97,7 @@ def root_cooccurrence(
     array(0.443...)
     """
     depth, gap = _whole_numbers("depth", depth, low=1), _gap("rho", rho, low=0.0, complement=complement)
-    p0 = probabilities("p0", np.atleast_1d(p0))
+    p0 = probabilities("p0", np.atleast_1d(real("p0", p0)))
     gap_l, gap_m = (
         np.atleast_1d(_gap(name, p, low=-1.0, complement=complement)) for name, p in (("p_l", p_l), ("p_m", p_m))
     )

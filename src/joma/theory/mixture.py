@@ -121,7 +121,9 @@ class Unit:
         if array.ndim == 0 or array.shape[-1] != tokens:
             expected = f"of {tokens} tokens on its last axis"
             raise InputError("v", expected, f"shape {array.shape}", "align it with `centres`")
-        if not np.linalg.norm(array, axis=-1).all():
+        with np.errstate(over="ignore"):
+            norm = np.linalg.norm(array, axis=-1)
+        if not norm.all():
             raise InputError(
                 "v", "other than the zero vector", "‖v‖ = 0", "the theorem divides by ‖v‖: start away from zero"
             )
