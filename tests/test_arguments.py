@@ -19,11 +19,15 @@ from joma.arguments import (
     choice,
     described,
     distinct,
+    flag,
+    in_range,
+    instance,
     one_line,
     positive,
     probabilities,
     real,
     scalar,
+    sequence,
     whole,
 )
 
@@ -194,3 +198,32 @@ def test_errors_reach_other_processes_with_their_parts(problem):
     assert type(copy) is type(problem)
     assert str(copy) == str(problem)
     assert copy.remedy == problem.remedy
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, 1, 0])
+def test_flags_are_true_or_false(value):
+    assert flag("causal", value) is bool(value)
+
+
+@pytest.mark.parametrize("value", ["True", None, 2, -1, 1.0, [True], np.array([True, False]), torch.tensor(True)])
+def test_no_other_value_is_a_flag(value):
+    with pytest.raises(InputError, match="`causal` must be True or False"):
+        flag("causal", value)
+
+
+def test_sequences_are_lists_of_single_values():
+    assert sequence("latents", np.array([10, 20]), "numbers") == [10, 20]
+    assert sequence("latents", iter((1, 2)), "numbers") == [1, 2]
+    assert sequence("steps", {1}, "numbers", ordered=False) == [1]
+    for value in ("12", 3, None, {1: 2}, {1}, np.array(3), np.broadcast_to(1.0, 10**12)):
+        with pytest.raises(InputError, match="`latents` must be numbers"):
+            sequence("latents", value, "numbers")
+
+
+def test_classes_and_results_are_checked():
+    assert instance("rule", "a", str, "give text") == "a"
+    with pytest.raises(InputError, match="`rule` must be a str, got 3; give text"):
+        instance("rule", 3, str, "give text")
+    in_range("v", np.ones(2))
+    with pytest.raises(InputError, match="`v` must be such that the result is a finite number"):
+        in_range("v", np.array([np.nan]))

@@ -353,13 +353,14 @@ def instance(name: str, value: Any, kind: type[T], remedy: str) -> T:
     return value
 
 
-def sequence(name: str, value: Any, expected: str) -> list[Any]:
-    """Return the items of a list, a tuple, an array or another iterable, in order; text has none.
+def sequence(name: str, value: Any, expected: str, *, ordered: bool = True) -> list[Any]:
+    """Return the items of a list, a tuple, an array or another iterable; a set only if they need not be ordered.
 
     >>> sequence("latents", (10, 20), "a number for each layer")
     [10, 20]
     """
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | set):
+    refused = (str, bytes, Mapping, set, frozenset) if ordered else (str, bytes, Mapping)
+    if isinstance(value, Iterable) and not isinstance(value, refused):
         size = getattr(value, "shape", (0,))
         if len(size) > 0 and size[0] <= _MAX_ITEMS:
             return list(value)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from joma.arguments import InputError, described, whole
+from joma.arguments import InputError, sequence, whole
 
 MAX_STEPS = 10**7  # of one schedule
 
@@ -64,6 +64,5 @@ def listed(steps: Iterable[int], total: int) -> tuple[int, ...]:
     (0, 2, 5, 10)
     """
     total = whole("total", total, low=0)
-    if not isinstance(steps, Iterable) or isinstance(steps, str | bytes):
-        raise InputError("steps", "steps in any order", described(steps), "give a list of whole numbers")
-    return tuple(sorted({0, total, *(whole("steps", step, low=0, high=total) for step in steps)}))
+    given = sequence("steps", steps, "steps in any order", ordered=False)
+    return tuple(sorted({0, total, *(whole("steps", step, low=0, high=total) for step in given)}))

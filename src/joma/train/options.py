@@ -114,7 +114,7 @@ class Compute:
 
 def _as_tuple(steps: Iterable[Any] | None) -> tuple[Any, ...] | None:
     """Keep the steps of an iterator, which could be read once only."""
-    return None if steps is None else tuple(sequence("at", steps, "steps in any order"))
+    return None if steps is None else tuple(sequence("at", steps, "steps in any order", ordered=False))
 
 
 def _checked_steps(name: str, steps: Iterable[Any], last: int) -> frozenset[int]:
