@@ -84,7 +84,8 @@ class DecoderConfig:
             pairs = sequence("residual", self.residual, expected)
             if len(pairs) != self.layers or any(len(sequence("residual", pair, expected)) != 2 for pair in pairs):
                 raise InputError("residual", expected, described(self.residual), "give one pair for each layer")
-        if not 0.0 <= scalar("dropout", self.dropout) < 1.0:
+        dropout = self.dropout if isinstance(self.dropout, float) else scalar("dropout", self.dropout)
+        if not 0.0 <= dropout < 1.0:
             raise InputError("dropout", "in [0, 1)", self.dropout, "give the probability of dropping a number")
 
     @property
