@@ -258,11 +258,12 @@ def _manifest(path: Path) -> Manifest:
     return manifest
 
 
-def adopt(path: Path) -> None:
+def adopt(path: Path, preset: str | None = None) -> None:
     """Write the manifest of a run that version 0.1.0 finished, which has none; other runs are left as they are.
 
     Its `claims.json` has the checksum of its trajectory, and the trajectory says what `config.json` must say. Claims
-    and figures are not trusted: the run counts as trained, not as judged.
+    and figures are not trusted: the run counts as trained, not as judged. Nor is the preset in `config.json`, which
+    nothing vouches for, if the `preset` that it was run with is known.
     """
     if exists(path / MANIFEST) or not exists(path / CLAIMS):
         return
@@ -272,8 +273,12 @@ def adopt(path: Path) -> None:
     if stored is None:
         return
     if not exists(file) or file_checksum(file) != stored:
-        raise DamagedFile(file, "is missing or altered since its claims were measured", _restore(path))
-    _check_agreement(path, _load(file), _read_fields(path / CONFIG))
+        problem = f"is missing or altered since its claims were measured, or {path / CLAIMS} is"
+        raise DamagedFile(file, problem, _restore(path))
+    fields = _read_fields(path / CONFIG)
+    _check_agreement(path, _load(file), fields)
+    if preset is not None and fields.get("preset") != preset:
+        write_json(path / CONFIG, {**fields, "preset": preset})
     _write_stage(path, complete=False)
 
 

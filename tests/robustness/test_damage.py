@@ -68,6 +68,14 @@ def test_a_letter_of_the_preset_or_a_verdict_makes_no_other_result(every, tmp_pa
         assert failures_of(stored, f"{stored.part}/{name}", edits, tmp_path, ["open_run", "run", "report"]) == []
 
 
+def test_the_preset_of_a_run_of_version_0_1_is_that_of_the_command(every, tmp_path):
+    """Nothing vouches for it in such a run; another letter made every claim "not tested"."""
+    stored = every["a run of version 0.1.0"]
+    content = (stored.folder / stored.part / "config.json").read_bytes()
+    edits = [damage.replaced(new, content.replace(b'"quick"', new.encode())) for new in ('"paper"', '"quicj"', '""')]
+    assert failures_of(stored, f"{stored.part}/config.json", edits, tmp_path, ["run"]) == []
+
+
 def test_hdf5_that_leads_elsewhere_or_needs_terabytes_is_refused_even_with_a_manifest_that_agrees(every, tmp_path):
     stored = every["a finished run"]
     hostile = list(damage.hostile_hdf5(tmp_path))

@@ -144,6 +144,7 @@ def execute(
         _check_value(name, value)
     run = Run(Path(out), study.name, study.version, {**fields, **study.inputs(config)}, tuple(range(count)))
     with run.locked():
+        adopt(run.path, preset)
         stage, checkpoints = run.stage, run.path / "checkpoints"
         if stage == "finished":
             return _finished(study, run.path)
