@@ -85,6 +85,15 @@ def test_exchanged_neighbours_are_found(kind, seed, place):
     assert {fault[0] for fault in faults} <= {place - 1, place, place + 1, place + 2}
 
 
+@pytest.mark.parametrize("kind", ["walk", "drift"])
+@given(seed=st.integers(0, 10_000), place=st.integers(0, 15), scale=st.floats(1, 30))
+def test_weights_that_are_far_from_all_others_are_never_blamed_on_a_neighbour(kind, seed, place, scale):
+    generator = np.random.default_rng(seed)
+    points = walk(kind, STEPS, generator)
+    points[place] += scale * generator.normal(size=3000) * np.abs(points).max()
+    assert {fault[0] for fault in misplaced(distances([{"w": point} for point in points], ["w"]))} <= {place}
+
+
 @given(seed=st.integers(0, 1000), count=st.integers(1, 8))
 def test_a_detour_is_the_change_of_the_path_length(seed, count):
     points = np.random.default_rng(seed).normal(size=(count + 1, 3))

@@ -311,11 +311,32 @@ def misplaced(between: Float[np.ndarray, "n n"]) -> list[tuple[int, int | None, 
         worst = int(np.argmax(savings))
         if savings[worst] <= 0:
             break
-        removed.append(path.pop(worst))
+        path.remove(culprit := _culprit(path[worst], path, between))
+        removed.append(culprit)
     gaps = {point: int(np.argmin(detours(between[point], path, between))) for point in sorted(removed)}
     return [
         (point, path[gap - 1] if gap else None, path[gap] if gap < len(path) else None) for point, gap in gaps.items()
     ]
+
+
+def _culprit(point: int, path: Sequence[int], between: Float[np.ndarray, "n n"]) -> int:
+    """Return which of two neighbours is misplaced if `point` belongs beyond its neighbour, otherwise `point`.
+
+    The neighbour belongs beyond `point` just as well, so that their order does not tell which of them is wrong: it is
+    the one without which the path is shorter.
+    """
+    position = path.index(point)
+    others = [*path[:position], *path[position + 1 :]]
+    gap = int(np.argmin(detours(between[point], others, between)))
+    if abs(gap - position) != 1:
+        return point
+    return max((point, others[min(gap, position)]), key=lambda station: _detour(station, path, between))
+
+
+def _detour(point: int, path: Sequence[int], between: Float[np.ndarray, "n n"]) -> float:
+    """Return by how much `path` would be shorter without one of its stations."""
+    position = path.index(point)
+    return float(detours(between[point], [*path[:position], *path[position + 1 :]], between)[position])
 
 
 def _saving(point: int, path: Sequence[int], between: Float[np.ndarray, "n n"]) -> float:

@@ -35,7 +35,8 @@ def reading(name: str, kind: str = "file") -> Iterator[None]:
         raise
     except OSError as cause:
         reason = cause.strerror or short_reason(cause)
-        raise Unreadable(name, f"a readable {kind}", reason, "check its permissions") from cause
+        remedy = "check its permissions" if isinstance(cause, PermissionError) else "download it again"
+        raise Unreadable(name, f"a readable {kind}", reason, remedy) from cause
     except Exception as cause:
         reason = shorten(short_reason(cause), 200, placeholder=" …")
         got = f"content that cannot be read ({type(cause).__name__}: {reason})"
