@@ -11,7 +11,8 @@ import tempfile
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -31,18 +32,29 @@ Draw = random.Random
 def torture(scale: float) -> dict[str, int]:
     """Check every hostile file in turn, and random damage to good ones; return what became of them."""
     counts: Counter[str] = Counter()
+    failures: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         good = GoodSeries(Path(folder) / "series", write_sound)
         for hostile in [*HOSTILE_SAFETENSORS, *HOSTILE_BINS]:
-            good.check(hostile)
-            left_out = hostile.outcome == "left out"
-            counts["hostile weight files left out" if left_out else "unusual weight files measured"] += 1
+            with _recorded(failures):
+                good.check(hostile)
+                left_out = hostile.outcome == "left out"
+                counts["hostile weight files left out" if left_out else "unusual weight files measured"] += 1
         for seed in range(round(scale * MUTATIONS)):
-            outcome = check_mutation(
-                good, Path(folder) / "copy", list(MUTATION_KINDS)[seed % len(MUTATION_KINDS)], seed
-            )
-            counts[f"damaged weight files {outcome}"] += 1
+            kind = list(MUTATION_KINDS)[seed % len(MUTATION_KINDS)]
+            with _recorded(failures):
+                counts[f"damaged weight files {check_mutation(good, Path(folder) / 'copy', kind, seed)}"] += 1
+    if failures:
+        raise AssertionError("\n".join(failures))
     return dict(counts)
+
+
+@contextmanager
+def _recorded(failures: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as failure:
+        failures.append(str(failure))
 
 
 def check_mutation(good: GoodSeries, copy: Path, kind: str, seed: int) -> str:
