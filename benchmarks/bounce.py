@@ -1,8 +1,8 @@
 """How often the test of a bounce is wrong and how often it is right, by shape, correlation and number of points.
 
-Curves have noise of standard deviation 1 and correlation ρ^k over k points. Behind each result stands that of the test
-that joma had before, which took noise for independent. The settings of `joma.probes.correlated_noise` were chosen on
-draws of other seeds (1, 11, 12, 13, 21 and 31); the draws of this table were made after that.
+Curves of n points have noise of standard deviation 1 and correlation ρ^k over k points. Behind each result stands that
+of the test that joma had before, which took noise for independent. The settings of `joma.probes.correlated_noise` were
+chosen on draws of other seeds (1, 11, 12, 13, 21 and 31); the draws of this table were made after that.
 """
 
 import time
@@ -52,7 +52,7 @@ def sizes() -> Iterator[Row]:
                 rng = np.random.default_rng([SEED, number, points, int(10 * rho)])
                 y = shape(np.linspace(0, 1, points)) + correlated(rng, CURVES["size"], points, rho)
                 rate, before = rejections(y)
-                what = f"bounce: false alarms, {name}, {points} points, correlation {rho:g}"
+                what = f"bounce: false alarms, {name}, n = {points}, ρ = {rho:g}"
                 yield what, f"≤ {MAX_SIZE:.0%}", f"{rate:.1%} (was {before:.0%})", rate <= MAX_SIZE
 
 
@@ -72,7 +72,7 @@ def other_noise() -> Iterator[Row]:
         for points in POINTS:
             rng = np.random.default_rng([SEED, 10 + number, points])
             rate, before = rejections(noise(rng, CURVES["power"], points))
-            yield f"bounce: false alarms, flat, {points} points, {name}", "-", f"{rate:.1%} (was {before:.0%})", True
+            yield f"bounce: false alarms, flat, n = {points}, {name}", "-", f"{rate:.1%} (was {before:.0%})", True
 
 
 def powers() -> Iterator[Row]:
@@ -83,7 +83,7 @@ def powers() -> Iterator[Row]:
                 rng = np.random.default_rng([SEED, 20 + number, points, int(10 * rho)])
                 y = shape(np.linspace(0, 1, points)) + correlated(rng, CURVES["power"], points, rho)
                 rate, before = rejections(y)
-                what = f"bounce: detected, {name}, {points} points, correlation {rho:g}"
+                what = f"bounce: detected, {name}, n = {points}, ρ = {rho:g}"
                 yield what, "-", f"{rate:.0%} (was {before:.0%})", True
 
 

@@ -202,6 +202,7 @@ def test_a_generator_is_used_as_given_and_the_default_seed_is_fixed():
         ({"curve": [1.0, 2.0]}, "curve"),
         ({"curve": 1.0}, "curve"),
         ({"curve": [1, 2, np.inf, 3, 4]}, "curve"),
+        ({"curve": ["1", "2", "3", "2", "1"]}, "curve"),
         ({"noise": 0.0}, "noise"),
         ({"noise": [1.0, 2.0]}, "noise"),
         ({"draws": 0}, "draws"),
