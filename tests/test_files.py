@@ -295,6 +295,18 @@ def test_a_checked_file_is_right_whenever_its_writer_dies(tmp_path, monkeypatch,
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.bin.sha256"]
 
 
+@pytest.mark.parametrize("name", ["é.nc", "two  spaces.nc", "a\nb.nc", "a\\b\r.nc", os.fsdecode(b"\xff.nc")])
+def test_a_checked_file_may_have_any_name(name, tmp_path):
+    file = tmp_path / name
+    for content in (b"old", b"new"):
+        write_checked(file, content)
+        assert read_checked(file, "write it again") == content
+    subprocess.run(["sha256sum", "--check", "--strict", checksum_file(file).name], cwd=tmp_path, check=True)
+    file.write_bytes(b"now")
+    with pytest.raises(DamagedFile, match="altered"):
+        read_checked(file, "write it again")
+
+
 def test_however_often_a_replacement_is_cut_off_the_file_stays_right(tmp_path, monkeypatch):
     """Checksums must not pile up until the right one is out of sight."""
     file = tmp_path / f"{'a' * 200}.bin"

@@ -25,6 +25,7 @@ MAX_JSON = 1 << 28  # bytes; the largest file of ours has some thousands of them
 TEMPORARY = ".joma-"  # how the names of temporary files begin
 MAX_STEM, MAX_SUFFIX = 40, 20  # characters of a file's name in that of its temporary file, which must not be too long
 CHECKSUM_BYTES = 4096  # no checksum file is longer
+CHECKSUM_DIGITS = 64  # of a SHA-256 in hexadecimal
 
 
 class StorageError(OSError):
@@ -106,7 +107,8 @@ def remove_leftovers(folder: Path, *, deep: bool = False) -> None:
 
 def _remove_unlocked(file: Path) -> None:
     """Remove a file, or raise `OSError` if its writer has locked it."""
-    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # never waits, whatever the file is
+    # Never waits, whatever the file is; network file systems lock files only for those who may write to them.
+    handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.unlink()
@@ -175,15 +177,15 @@ def write_bytes(path: Path, content: bytes | bytearray | memoryview) -> None:
 
 
 def write_checked(path: Path, content: bytes | bytearray | memoryview) -> None:
-    """Write `content` to `path` and its checksum beside it, each whole; `read_checked` then vouches for it.
+    """Write `content` to `path` and its checksum beside it, each whole, so that `read_checked` can read it.
 
     The checksum comes first, and if a file is replaced, that of the old one stays beside it until the new one is in
-    place: whenever the process dies, the file that exists is vouched for.
+    place: whenever the process dies, the file that exists has its checksum.
     """
     file, digest = checksum_file(path), hashlib.sha256(content).hexdigest()
-    line, old = f"{digest}  {path.name}\n", _vouched(path)
+    line, old = _checksum_line(digest, path.name), _intact_checksum(path)
     try:
-        write_text(file, line if old in (None, digest) else f"{old}  {path.name}\n{line}")
+        write_bytes(file, line if old in (None, digest) else _checksum_line(old, path.name) + line)
         write_bytes(path, content)
     except StorageError:
         with suppress(OSError):  # what remains is right in any case, but for the checksum of a file that does not exist
@@ -191,10 +193,10 @@ def write_checked(path: Path, content: bytes | bytearray | memoryview) -> None:
                 file.unlink(missing_ok=True)
         raise
     if old not in (None, digest):
-        write_text(file, line)
+        write_bytes(file, line)
 
 
-def _vouched(path: Path) -> str | None:
+def _intact_checksum(path: Path) -> str | None:
     """Return the checksum of a file, None if it does not exist or is not what was written."""
     try:
         digest = checksum(path)
@@ -223,12 +225,20 @@ def stored_checksums(path: Path, remedy: str) -> list[str]:
     file = checksum_file(path)
     try:
         with open_file(file) as opened:
-            lines = opened.read(CHECKSUM_BYTES).decode("ascii").splitlines()
+            lines = opened.read(CHECKSUM_BYTES).splitlines(keepends=True)
     except FileNotFoundError:
         raise DamagedFile(path, f"has no checksum file {file.name}", remedy) from None
-    except (OSError, UnicodeDecodeError):
+    except OSError:
         raise DamagedFile(file, "cannot be read", remedy) from None
-    return [digest for digest, _, name in (line.partition("  ") for line in lines) if name == path.name]
+    digests = [line.removeprefix(b"\\")[:CHECKSUM_DIGITS].decode("ascii", "surrogateescape") for line in lines]
+    return [digest for line, digest in zip(lines, digests, strict=True) if line == _checksum_line(digest, path.name)]
+
+
+def _checksum_line(digest: str, name: str) -> bytes:
+    """Return a line of a checksum file as `sha256sum` writes it: a name may hold line breaks, or not be UTF-8."""
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    mark = "" if escaped == name else "\\"  # says that the name is escaped
+    return os.fsencode(f"{mark}{digest}  {escaped}\n")
 
 
 def checksum_file(path: Path) -> Path:
@@ -269,8 +279,21 @@ def parse_json(path: Path, content: bytes) -> Any:
 
 def exists(path: Path) -> bool:
     """Return whether a file or folder exists; raise `StorageError` if that may not be known."""
+    return _status(path) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is that of a folder; raise `StorageError` if that may not be known."""
+    status = _status(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Return the status of a file or folder, None if there is none; `Path.exists` hides errors from Python 3.14 on."""
     try:
-        return path.exists()
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a `ValueError` for a name with NUL
+        return None
     except OSError as cause:
         raise read_error(path, cause) from None
 
@@ -287,14 +310,6 @@ def open_file(path: Path) -> BufferedReader:
 def _content(path: Path) -> bytes:
     with open_file(path) as file:
         return file.read()
-
-
-def is_folder(path: Path) -> bool:
-    """Return whether a path is that of a folder; raise `StorageError` if that may not be known."""
-    try:
-        return path.is_dir()
-    except OSError as cause:
-        raise read_error(path, cause) from None
 
 
 def list_folder(folder: Path) -> list[Path]:

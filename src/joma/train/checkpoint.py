@@ -22,6 +22,7 @@ from torch import Tensor
 from joma.files import (
     CHECKSUM_BYTES,
     checksum,
+    checksum_file,
     exists,
     list_folder,
     open_file,
@@ -72,7 +73,7 @@ class CheckpointStore:
         """Write the checkpoint of `step`, then remove older ones until `keep` checkpoints remain."""
         from safetensors.torch import save
 
-        file, checksum_file = self._files(step)
+        file, checksum_path = self._files(step)
         # As one entry: safetensors does not keep the order of several, and equal runs must write equal bytes.
         identity = json.dumps({**self.identity, STEP: str(step)}, sort_keys=True)
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -80,7 +81,7 @@ class CheckpointStore:
         with ThreadPoolExecutor(1) as executor:  # computes the checksum while the file is written
             digest = executor.submit(lambda: hashlib.sha256(content).hexdigest())
             write_bytes(file, content)
-        write_text(checksum_file, f"{digest.result()}  {file.name}\n")
+        write_text(checksum_path, f"{digest.result()}  {file.name}\n")
         self._damaged.discard(step)
         self.tidy(step, keep=keep)
 
@@ -115,13 +116,13 @@ class CheckpointStore:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        file, checksum_file = self._files(step)
+        file, checksum_path = self._files(step)
         try:
-            if not checksum_file.exists():
+            if not checksum_path.exists():
                 faults.append(f"{file} has no checksum file")
                 return None
             identity = _stored_identity(file)
-            with open_file(checksum_file) as stored:
+            with open_file(checksum_path) as stored:
                 digest = stored.read(CHECKSUM_BYTES).split()[:1]
             if identity is None or digest != [checksum(file).encode()]:
                 faults.append(f"{file} is cut short or altered")
@@ -145,7 +146,7 @@ class CheckpointStore:
     def _files(self, step: int) -> tuple[Path, Path]:
         """Return the paths of a checkpoint and of its checksum."""
         file = self.folder / f"{step}.safetensors"
-        return file, file.with_name(file.name + ".sha256")
+        return file, checksum_file(file)
 
 
 def _stored_identity(file: Path) -> dict[str, str] | None:
