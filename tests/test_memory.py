@@ -36,6 +36,18 @@ def test_the_limit_of_a_control_group_lowers_what_is_available(monkeypatch):
     assert memory.available() > 2_000_000
 
 
+def test_files_that_were_read_are_not_used_memory_and_groups_above_count(monkeypatch):
+    files = {
+        "/proc/self/cgroup": ["4:memory:/", "0::/slice/job"],
+        "/sys/fs/cgroup/slice/job/memory.max": ["max"],
+        "/sys/fs/cgroup/slice/memory.max": ["3000000"],
+        "/sys/fs/cgroup/slice/memory.current": ["2900000"],
+        "/sys/fs/cgroup/slice/memory.stat": ["anon 100000", "active_file 800000", "inactive_file 2000000"],
+    }
+    monkeypatch.setattr(memory, "_lines", lambda file: files.get(str(file), []))
+    assert memory.available() == 2_900_000
+
+
 def test_what_does_not_fit_is_refused_with_both_numbers():
     memory.check("seeds", 1000, "use fewer")
     with pytest.raises(InputError, match=r"`seeds` must be small enough .* 5 PB where .* are free; use fewer\."):

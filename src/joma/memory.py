@@ -7,7 +7,7 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from joma.arguments import InputError
 
@@ -23,6 +23,7 @@ EXHAUSTED = re.compile(
 )
 ASKED = re.compile(r"allocate ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
 POWERS = "BKMGTPE"
+GROUPS = Path("/sys/fs/cgroup")
 
 
 class OutOfMemory(InputError):
@@ -111,14 +112,26 @@ def _free_on_machine() -> int:
 
 
 def _left_in_group() -> int | None:
-    """Return what the control group of this process may still use, None without a limit."""
+    """Return what the control group of this process, and those above it, may still use; None without a limit."""
     for line in _lines("/proc/self/cgroup"):
         hierarchy, _, path = line.partition("::")
         if hierarchy == "0":
-            folder = Path("/sys/fs/cgroup") / path.lstrip("/")
-            limit, used = (next(iter(_lines(folder / name)), "max") for name in ("memory.max", "memory.current"))
-            return int(limit) - int(used) if limit.isdigit() and used.isdigit() else None
+            group = PurePosixPath(path.lstrip("/"))
+            left = [_left_in(GROUPS / name) for name in (group, *group.parents)]
+            return min((size for size in left if size is not None), default=None)
     return None
+
+
+def _left_in(folder: Path) -> int | None:
+    """Return what one control group may still use, None without a limit.
+
+    The system counts files that were read as used, and drops them when memory is needed.
+    """
+    limit, used = (next(iter(_lines(folder / name)), "max") for name in ("memory.max", "memory.current"))
+    if not limit.isdigit() or not used.isdigit():
+        return None
+    entries = dict(line.split() for line in _lines(folder / "memory.stat"))
+    return int(limit) - int(used) + sum(int(entries.get(name, 0)) for name in ("active_file", "inactive_file"))
 
 
 def _left_in_address_space() -> int | None:
