@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from joma.arguments import InputError
+from joma.watch import step_names
 from joma.watch.step_names import MAX_STEP, read_steps, step_number
 
 
@@ -34,6 +35,13 @@ def test_a_pattern_without_end_is_stopped():
     message = r"`pattern` must be matched within 2 seconds, got .*; write it without repetitions inside repetitions"
     with pytest.raises(InputError, match=message):
         read_steps(names, r"run-(?P<step>(a|a)*)b")
+
+
+def test_a_system_that_refuses_a_limit_of_memory_matches_without_it(monkeypatch):
+    unknown = step_names._MATCH.replace("resource.RLIMIT_AS", "10**6")
+    assert unknown != step_names._MATCH
+    monkeypatch.setattr(step_names, "_MATCH", unknown)
+    assert read_steps(["run-1"], r"run-(?P<step>\d+)") == ["1"]
 
 
 @pytest.mark.parametrize(
