@@ -59,3 +59,30 @@ def test_sizes_have_three_digits_and_a_unit():
     assert [memory.readable(size) for size in sizes] == [
         "0 B", "999 B", "1 kB", "999 kB", "1 MB", "1 EB", "1e+04 EB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "size"),
+    [
+        (MemoryError("Unable to allocate 7.11 PiB for an array with shape (1000000000000000,)"), "a size of 8.01 PB"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "a size of 2.15 GB"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[10000000000, 10]"), "a size that does not fit"),
+        (ValueError("Maximum allowed dimension exceeded"), "a size that does not fit"),
+    ],
+)
+def test_running_out_of_memory_is_bad_input_that_names_the_size(error, size):
+    def fail():
+        with memory.refusing("config", "use less"):
+            raise error
+
+    with pytest.raises(memory.OutOfMemory, match=rf"`config` must be small enough .* got {size}; use less\."):
+        fail()
+
+
+def test_other_errors_pass():
+    def fail():
+        with memory.refusing("config", "use less"):
+            raise ValueError("`width` is odd")
+
+    with pytest.raises(ValueError, match="`width` is odd"):
+        fail()

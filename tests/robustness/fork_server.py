@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import pkgutil
+import re
 import resource
 import select
 import signal
@@ -23,10 +25,12 @@ from typing import NoReturn
 
 from matplotlib.figure import Figure
 
+import joma
+
 GIGABYTE = 10**9
 CAPABILITIES_VERSION = 0x20080522  # of the structures that capset takes
 TICKS = os.sysconf("SC_CLK_TCK")
-MODULES = ("joma.cli", "joma.study", "joma.report.html", "joma.report.probe", "joma.verify", "joma.watch.probing")
+NOT_PRELOADED = re.compile(r"triton|__main__|lightning")
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,9 @@ class Streams:
 
 def preload() -> None:
     """Import everything that a command line may need, so that the forked processes have it."""
-    for name in MODULES:
-        importlib.import_module(name)
-    from joma.studies import STUDIES, load
-
-    for name in STUDIES:
-        load(name)
+    for module in pkgutil.walk_packages(joma.__path__, "joma."):
+        if not NOT_PRELOADED.search(module.name):
+            importlib.import_module(module.name)
 
 
 def run_forked(

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -393,3 +394,8 @@ def test_a_config_that_the_checkpoints_share_is_part_of_what_is_stored(tmp_path)
     assert probe(series, text=TEXT, store=store).data.sizes["head"] == 2
     shared.write_text(json.dumps(json.loads(shared.read_text()) | {"num_attention_heads": 4}))
     assert probe(series, text=TEXT, store=store).data.sizes["head"] == 4
+
+
+def test_a_text_that_never_ends_is_refused():
+    with pytest.raises(InputError, match="`text` must be a file of at most 100 MB, got /dev/zero, which has more"):
+        probing.read_text(Path("/dev/zero"))

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from joma.arguments import InputError
+from joma.memory import readable
 from joma.probes.bounce import measure_bounce
 from joma.probes.orthogonality import cosine_orthogonality
 from joma.probes.rank import stable_rank
@@ -38,6 +39,7 @@ from joma.watch.weight_files import Unreadable
 EMBEDDING = re.compile(  # the token embedding, as the architectures name it
     r"(?:^|\.)(embed_in|embed_tokens|wte|word_embeddings|tok_embeddings|token_embedding|tok_emb|embeddings|shared)\.weight$"
 )
+MAX_TEXT = 10**8  # bytes; the models are run on the beginning only
 LENGTH, SEQUENCES = 256, 8  # tokens per sequence, and sequences, of the text that models are run on
 SPANS, SPAN_ROWS = 8, 256  # evenly spaced spans of rows that are sampled of an embedding, and rows in each
 
@@ -107,7 +109,11 @@ def probe(
 def read_text(file: Path) -> str:
     """Read the text of a file, for `probe`."""
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open("rb") as opened:  # /dev/zero never ends
+            content = opened.read(MAX_TEXT + 1)
+        if len(content) > MAX_TEXT:
+            raise InputError("text", f"a file of at most {readable(MAX_TEXT)}", f"{file}, which has more", "cut it")
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as cause:
         raise InputError("text", "a readable file", f"{file} ({cause.strerror})", "check the path") from None
     except UnicodeDecodeError:
