@@ -405,3 +405,10 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, mo
         with pytest.raises(FolderLocked), lock(tmp_path / "run"):
             pass
     assert len(calls) == 3
+
+
+def test_a_temporary_file_that_the_file_system_denies_is_not_left(tmp_path, monkeypatch):
+    exists, answers = os.path.exists, [False]
+    monkeypatch.setattr(files.os.path, "exists", lambda path: answers.pop() if answers else exists(path))
+    write_text(tmp_path / "a.txt", "new")
+    assert os.listdir(tmp_path) == ["a.txt"]

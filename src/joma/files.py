@@ -88,7 +88,10 @@ def _locked_temporary(path: Path) -> tuple[int, Path]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.path.exists(name):
             return handle, Path(name)
-        os.close(handle)  # another process's `remove_leftovers` came before the lock and took the file for a leftover
+        # Another process's `remove_leftovers` came before the lock and took the file for a leftover.
+        with suppress(OSError):  # there is one all the same if the file system refused to say so
+            os.unlink(name)
+        os.close(handle)
 
 
 def remove_leftovers(folder: Path, *, deep: bool = False) -> None:
@@ -320,6 +323,14 @@ def list_folder(folder: Path) -> list[Path]:
         return []
     except OSError as cause:
         raise read_error(folder, cause) from None
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a file in bytes; a file that may not be looked at is named."""
+    try:
+        return path.stat().st_size
+    except OSError as cause:
+        raise read_error(path, cause) from None
 
 
 def read_error(path: Path, cause: OSError | MemoryError) -> StorageError:

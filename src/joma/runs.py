@@ -26,6 +26,7 @@ from joma.files import (
     StorageError,
     checksum_file,
     exists,
+    file_size,
     is_folder,
     list_folder,
     lock,
@@ -371,7 +372,7 @@ def _stands_alone(file: Path) -> bool:
 
 def _load_recording(file: Path) -> xr.Dataset:
     """Read a file that `write_recording` wrote."""
-    memory.check(str(file), file.stat().st_size, "open it with xarray, lazily")
+    memory.check(str(file), file_size(file), "open it with xarray, lazily")
     return _load(file, read_checked(file, "restore both, or read it unchecked with `open_run(path, check=False)`"))
 
 
