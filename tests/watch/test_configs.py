@@ -120,6 +120,7 @@ def test_a_config_that_is_no_readable_file_is_named(tmp_path):
         ({"num_attention_heads": 0}, "must have sizes of at least 1, got num_attention_heads 0"),
         ({"model_type": "gpt2", "n_head": -2}, "must have sizes of at least 1, got n_head -2"),
         ({"num_hidden_layers": 10_000_000}, "must have sizes of at most 4,096, got num_hidden_layers 10000000"),
+        ({"attention_types": [[["global"], 10**9]]}, "must have sizes of at most 4,096, got attention_types"),
         ({"vocab_size": 10**30}, "must have sizes of at most 16,777,216, got vocab_size 1000000000"),
         ({"vocab_size": 0}, "must have sizes of at least 1, got vocab_size 0"),
         ({"max_position_embeddings": -5}, "must have sizes of at least 1, got max_position_embeddings -5"),

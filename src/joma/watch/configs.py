@@ -30,7 +30,7 @@ from joma.watch.weight_files import Unreadable
 MAX_BYTES, MAX_DEPTH, MAX_ENTRIES = 1 << 24, 32, 1 << 12  # of a config.json; real ones have 4 levels and 200 entries
 MAX_LAYERS, MAX_SIZE = 1 << 12, 1 << 24  # lists of so many layers are made before anything else is known of a model
 ONLY_WEIGHTS = "(its weights are measured anyway)"
-LAYERS = re.compile(r"layers?$")
+LAYERS = re.compile(r"(layers?|\[\])$")
 SIZES = re.compile(r"(layers?|heads?|size|dim|embd|embeddings|positions|inner|ctx|d_model|d_ff|d_kv|experts|buckets)$")
 POSITIVE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
 ALIASES = (
@@ -236,7 +236,7 @@ def load_config(folder: Path, name: str) -> Any:
     with loading_errors(name), tempfile.TemporaryDirectory(prefix="joma-") as copy:
         fields = _without_ignored(fields, transformers().CONFIG_MAPPING[model_type])
         (Path(copy) / CONFIG).write_text(json.dumps(fields | {"torch_dtype": "float32"}))
-        config = transformers().AutoConfig.from_pretrained(copy, trust_remote_code=False)
+        config = transformers().AutoConfig.from_pretrained(copy, trust_remote_code=False, local_files_only=True)
         _check_sizes(config, label)
         computed_fields(config)  # what cannot be compared fails here, under the checkpoint's name
     return config
@@ -276,8 +276,9 @@ def _check_fields(fields: Mapping[str, Any], label: str) -> None:
             raise Unreadable(label, f"sizes of at most {limit:,}", got, remedy, must="have")
         if depth == 1 and key in (*POSITIVE, *ALIASES) and type(value) is int and value < 1:
             raise Unreadable(label, "sizes of at least 1", got, remedy, must="have")
-        if isinstance(value, list):
-            entries += [(depth + 1, key, part) for part in value if isinstance(part, dict | list)]
+        if isinstance(value, list):  # in a list of lists, numbers may be repetitions
+            parts = value if key.endswith("[]") else [part for part in value if isinstance(part, dict | list)]
+            entries += [(depth + 1, f"{key}[]", part) for part in parts]
         elif isinstance(value, dict):
             entries += [(depth + 1, name, part) for name, part in value.items() if name not in IGNORED]
 

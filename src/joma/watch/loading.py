@@ -7,6 +7,7 @@ files hold, or than the machine has memory for, is refused before a weight is re
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,10 +21,11 @@ from torch.nn.modules import module as torch_module
 from joma import memory
 from joma.watch.configs import ONLY_WEIGHTS, clipped, loading_errors, quiet, transformers
 from joma.watch.series import LazyCheckpoint
-from joma.watch.weight_files import Unreadable
+from joma.watch.weight_files import Unreadable, WeightFile
 
 POOLER = "pooler."  # an encoder's pooler follows all attention, and pretrained models often come without its weights
 PARAMETERS = 64  # parameters that a model may have for each stored tensor; files store some of them together
+MAPPED = ".safetensors"  # files of this kind are memory-mapped, others are read
 FEW = 1000  # parameters that any model may have
 # Buffers that older versions of transformers stored; models compute them now.
 COMPUTED_BUFFER = re.compile(r"(^|\.)(inv_freq|position_ids|token_type_ids|masked_bias|(attn|attention)\.bias)$")
@@ -76,8 +78,14 @@ def build_skeleton(checkpoint: LazyCheckpoint, config: Any) -> Any:
         skeleton = transformers().AutoModel.from_config(copy.deepcopy(config))
     values = sum(parameter.numel() for parameter in skeleton.parameters())
     needed = values * torch.float32.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers())
+    needed += sum(_bytes(weights) for file, weights in checkpoint.files.items() if not file.endswith(MAPPED))
     memory.check(checkpoint.name, needed, f"use a machine with more memory, or leave it out {ONLY_WEIGHTS}")
     return skeleton
+
+
+def _bytes(weights: WeightFile) -> int:
+    """Return the size of the tensors of a weight file."""
+    return sum(math.prod(weights.shape(name)) * weights.dtype(name).itemsize for name in weights.names())
 
 
 @contextmanager
@@ -105,7 +113,7 @@ def _read_weights(checkpoint: LazyCheckpoint, folder: Path) -> Iterator[tuple[st
 
     for file, weights in checkpoint.files.items():
         names = [name for name in weights.names() if checkpoint.layout[name] == file]
-        if file.endswith(".safetensors"):
+        if file.endswith(MAPPED):
             with safe_open(folder / file, framework="pt") as content:
                 tensors = [(name, content.get_tensor(name)) for name in names]
         else:

@@ -139,7 +139,8 @@ def _tokenise(text: str, folder: Path, name: str, config: Any, vocabulary: int) 
     try:
         with loading_errors(name, "a checkpoint whose tokenizer transformers can load", "tokenizer's files"):
             with _without_panics():  # not for the whole text: what other threads have to say would wait as long
-                tokenizer = package.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, config=config)
+                options = {"trust_remote_code": False, "local_files_only": True, "config": config}
+                tokenizer = package.AutoTokenizer.from_pretrained(folder, **options)
                 tokenizer(text[:TRIAL], add_special_tokens=False)
             tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
         _check_tokens(tokens, name, vocabulary)
