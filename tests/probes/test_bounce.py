@@ -160,9 +160,9 @@ def test_a_diverged_seed_is_nan_and_changes_no_other(seed, diverged, finite):
 
 def test_curves_without_noise_have_the_least_or_the_largest_p_value():
     steps = np.arange(X.size)
-    falls = measure_bounce(steps, [-X, np.exp(-3 * X), np.full(X.size, 0.1)])
-    assert falls.p_value.tolist() == [1.0, 1.0, 1.0]
-    assert falls.recovery.tolist() == [0.0, 0.0, 0.0]
+    falls = measure_bounce(steps, [-X, np.exp(-3 * X), np.full(X.size, 0.1), np.full(X.size, 2.0)])
+    assert falls.p_value.tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert falls.recovery.tolist() == [0.0, 0.0, 0.0, 0.0]
     assert measure_bounce(steps, np.abs(X - 0.5), draws=999).p_value == 0.001
 
 

@@ -160,7 +160,8 @@ def _squares(y: Float[np.ndarray, "curve step"], whitened: _Whitened, terms: int
     chosen: list[np.ndarray] = []  # inner products of each term with the orthonormalised chosen ones
     curve = np.arange(len(y))
     for _ in range(terms):
-        best = np.where(length > 1e-3, inner**2 / np.maximum(length, 1e-3), 0.0).argmax(axis=-1)
+        gains = inner**2 / np.maximum(length, 1e-3)
+        best = np.where(length > 1e-3, gains, -1.0).argmax(axis=-1)  # a chosen term is not chosen again, even for 0
         product = whitened.products[best]
         for earlier in chosen:
             product -= earlier[curve, best][:, None] * earlier
