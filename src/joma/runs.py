@@ -107,8 +107,8 @@ class Run:
     def locked(self) -> Iterator[None]:
         """Lock the run's folder for this process, after checking that the folders are of the right kind.
 
-        If bad input shows inside the block, the folders that were made for the run are removed again, unless a part of
-        a training is stored in them.
+        If bad input shows inside the block, the folders that were made for the run are removed again, unless they hold
+        a checkpoint or the trajectory.
         """
         new_folders = self._missing_folders()
         with lock(self.path):  # while the folders are removed, too: nobody else may begin the run in them
@@ -117,12 +117,17 @@ class Run:
                 self._check_identity()
                 yield
             except InputError:
-                if self.path in new_folders and not any(self.path.glob("checkpoints/*/*")):
+                if self.path in new_folders and not self._holds_results:
                     shutil.rmtree(self.path, ignore_errors=True)  # the bad input is what to report
                 for folder in new_folders[1:]:
                     with suppress(OSError):  # another run may be in it by now
                         folder.rmdir()
                 raise
+
+    @property
+    def _holds_results(self) -> bool:
+        """Whether a checkpoint or the trajectory is stored, which took time to compute."""
+        return os.path.lexists(self.path / TRAJECTORY) or any(self.path.glob("checkpoints/*/*"))
 
     def _missing_folders(self) -> list[Path]:
         """Return the folders that have to be made for the run, the innermost first; refuse one that is itself a run."""

@@ -298,6 +298,17 @@ def test_a_damaged_finished_run_is_named_and_kept(tmp_path):
     assert file.stat().st_size == size
 
 
+def test_a_trajectory_is_kept_where_judging_it_refuses_its_input(tmp_path):
+    def refuse(trajectory):
+        raise InputError("times", "increasing", "1, 0", "sort them")
+
+    with pytest.raises(InputError, match="sort them"):
+        execute(changed(measure=refuse), out=tmp_path)
+    calls = len(toy_study.calls)
+    assert verdicts(execute(STUDY, out=tmp_path))["end"] == "holds"
+    assert len(toy_study.calls) == calls
+
+
 def test_an_unusable_folder_is_found_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     calls = len(toy_study.calls)
