@@ -96,7 +96,7 @@ def test_judge_leaves_what_it_cannot_judge_and_goes_on(tmp_path, capsys, spoil, 
     assert code == 2
     assert len(json.loads(out)) == 2
     assert err.count("\n") == 1
-    assert "toy/a was not changed: " in err
+    assert "toy/a was not judged: " in err
     assert words in err
     assert {path: path.read_bytes() for path in (tmp_path / "toy" / "a").rglob("*") if path.is_file()} == before
 

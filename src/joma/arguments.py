@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from joma.terminal import printable
+
 T = TypeVar("T")
 
 MAX_WHOLE = 2**63 - 1  # the largest number of NumPy's and torch's default integers
@@ -54,8 +56,8 @@ class InputError(ValueError):
     """
 
     def __init__(self, name: str, expected: str, got: object, remedy: str, *, must: str = "be") -> None:
-        self.problem = one_line(f"`{name}` must {must} {expected}, got {_shortened(str(got))}")
-        super().__init__(f"{self.problem}; {one_line(remedy)}.")
+        self.problem = printable(f"`{name}` must {must} {expected}, got {_shortened(str(got))}")
+        super().__init__(f"{self.problem}; {printable(remedy)}.")
         self.name, self.expected, self.got, self.remedy, self.must = name, expected, got, remedy, must
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -82,19 +84,6 @@ class StateError(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild the error from its parts in another process."""
         return type(self), (self.subject, self.required, self.remedy)
-
-
-def one_line(text: str) -> str:
-    """Return the text with everything that does not print, such as line breaks and control characters, escaped.
-
-    >>> one_line("a tensor called\\x1b[2J\\nμ")
-    'a tensor called\\\\x1b[2J\\\\nμ'
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
-    )
 
 
 def _shortened(text: str) -> str:

@@ -106,7 +106,8 @@ class RunCommand:
 class JudgeCommand:
     """Judge finished runs by the present claims and draw their figures again. Nothing is trained.
 
-    Exit code 2 means that a run could not be judged, for example one of another version. It is not changed.
+    Exit code 2 means that a run could not be judged, for example one of another version.
+    Trajectories are never changed.
     """
 
     dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
@@ -133,7 +134,7 @@ class JudgeCommand:
                 study = load(read_config(path)["study"])
                 outcomes.append(judge(study, path))
             except (StorageError, InputError) as problem:  # the others are judged nevertheless
-                complain(f"{path} was not changed: {problem}")
+                complain(f"{path} was not judged: {problem}")
                 continue
             if not self.json:
                 show_claims(study.title, outcomes[-1], "judged again")

@@ -299,7 +299,7 @@ def test_a_damaged_finished_run_is_named_and_kept(tmp_path):
 
 
 def test_a_trajectory_is_kept_where_judging_it_refuses_its_input(tmp_path):
-    def refuse(trajectory):
+    def refuse(_):
         raise InputError("times", "increasing", "1, 0", "sort them")
 
     with pytest.raises(InputError, match="sort them"):

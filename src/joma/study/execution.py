@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import xarray as xr
 
 from joma import memory
-from joma.arguments import InputError, choice, plain_text, short_reason, whole
+from joma.arguments import MAX_WHOLE, InputError, choice, plain_text, short_reason, whole
 from joma.files import StorageError, exists, lock, remove_leftovers
 from joma.progress import SILENT, Progress
 from joma.runs import (
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 
 MAX_SEEDS = 10**6
-MAX_WHOLE = 2**63 - 1  # what 64 bits hold
 
 
 @dataclass(frozen=True)

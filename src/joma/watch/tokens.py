@@ -63,7 +63,7 @@ def encode(
     usual = Counter(tokens for tokens in by_name.values() if tokens is not None).most_common(1)
     tokens = usual[0][0] if usual else _as_bytes(text, first, vocabulary)
     faults = [Fault.from_error("tokenizer", name, error, left_out=False) for name, error in errors.items()]
-    faults += [_other_tokens(name) for name, own in by_name.items() if own is not None and own != tokens]
+    faults += [_other_tokens(name) for name, other in by_name.items() if other not in (None, tokens)]
     positions = min(length, getattr(text_config, "max_position_embeddings", None) or length, len(tokens))
     sequences = min(count * length, len(tokens)) // positions
     return torch.tensor(tokens[: sequences * positions], device="cpu").reshape(sequences, positions), faults
