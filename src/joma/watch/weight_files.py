@@ -33,7 +33,7 @@ from joma.watch.byte_ranges import (
 from joma.watch.state_dicts import read_state_dict
 
 FIRST_READ = 1 << 16  # bytes; most headers fit into the first read
-MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
+MAX_HEADER = 1 << 25  # bytes: half a million tensors; the format allows three times as much, which takes half a minute
 CONVERT_VALUES = 1 << 20  # values converted to another dtype at once
 METADATA = "__metadata__"  # the entry of a header that is no tensor
 DTYPES = {
