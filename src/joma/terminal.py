@@ -93,12 +93,13 @@ def guarded_streams() -> Iterator[None]:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is `handle`
     before = sys.stdout, sys.stderr
-    streams = [stream or open(os.devnull, "w", encoding="utf-8") for stream in before]  # noqa: SIM115
-    for stream in streams:
-        if isinstance(stream, TextIOWrapper):  # its encoding may lack our characters, as ASCII does
-            stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = GuardedStream(streams[0], strict=True), GuardedStream(streams[1], strict=False)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        streams = [stream or nowhere for stream in before]
+        for stream in streams:
+            if isinstance(stream, TextIOWrapper):  # its encoding may lack our characters, as ASCII does
+                stream.reconfigure(errors="backslashreplace")
+        sys.stdout, sys.stderr = GuardedStream(streams[0], strict=True), GuardedStream(streams[1], strict=False)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before

@@ -55,7 +55,7 @@ class Limits:
         memory: bytes beyond those of the parent.
     """
 
-    seconds: float = 1.0
+    seconds: float = 0.7
     wait: float = 15.0
     patience: float = 60.0
     memory: int = 2 * GIGABYTE
@@ -167,7 +167,8 @@ def _be_the_child(
         from joma.__main__ import run
 
         warnings.resetwarnings()  # pytest turns them into errors
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)  # as the interpreter does
         sys.argv = ["joma", *args]
         code = run()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
