@@ -80,6 +80,8 @@ class HBLT:
         ((1,), (2,), (2, 2))
         """
         levels = sequence("branching", branching, "the number of children at each depth")
+        if not levels:
+            raise InputError("branching", "at least one level", "none", "give the root's number of children, as (2,)")
         numbers = [whole(f"branching[{level}]", number) for level, number in enumerate(levels)]
         memory.check("branching", 64 * math.prod(numbers), "choose a smaller tree")
         widths = np.cumprod([1, *numbers])

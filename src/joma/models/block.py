@@ -128,7 +128,10 @@ class Block(nn.Module):
         self.config, self.attention = config, ATTENTIONS[config.attention]
         self.activation = ACTIVATIONS[config.activation]
         tokens, hidden, queries, scale = int(config.tokens), int(config.hidden), int(config.queries), config.scale
-        dim = int(config.dim or tokens + queries) if embeddings is None else len(embeddings)
+        if embeddings is not None:
+            remedy = "give one column for each token, then each query"
+            embeddings = as_floating("embeddings", embeddings, expected="floating [dim, column]", remedy=remedy)
+        dim = int(config.dim or tokens + queries) if embeddings is None or not embeddings.ndim else len(embeddings)
         numbers = dim * (tokens + queries) + COPIES * len(generators) * (dim * hidden + queries * tokens)
         memory.check("config", numbers * dtype.itemsize, "choose fewer tokens, hidden units or seeds")
         columns = _embeddings(embeddings, config.dim, tokens + queries).to(dtype)
@@ -229,7 +232,6 @@ def _embeddings(embeddings: Tensor | None, dim: int | None, columns: int) -> Ten
             remedy = "widen it or give `embeddings`"
             raise InputError("dim", f"at least {columns} for orthonormal embeddings", dim, remedy)
         return torch.eye(dim, columns, dtype=torch.float64)
-    embeddings = as_floating("embeddings", embeddings, expected="floating [dim, column]", remedy="give a matrix")
     if embeddings.ndim != 2 or embeddings.shape[1] != columns or dim not in (None, len(embeddings)):
         expected = f"of shape ({'dim' if dim is None else dim}, {columns})"
         remedy = "give one column for each token, then each query"

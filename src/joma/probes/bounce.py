@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
 from scipy.optimize import isotonic_regression
 
-from joma.arguments import InputError, as_numbers, positive, real, whole
+from joma.arguments import InputError, as_numbers, check_size, instance, positive, real, whole
 from joma.probes.correlated_noise import CANDIDATES, Autoregression, NoiseEstimate, correlated_noise, estimate_noise
 
 _MIN_POINTS = 5  # with fewer points noise and bounce cannot be distinguished
@@ -94,7 +94,7 @@ def measure_bounce(
     (array(1.), array(10.), array(1.9), array(0.001))
     """
     step_numbers = real("steps", steps, ndim=1)
-    if (np.diff(step_numbers) <= 0).any():
+    if (step_numbers[1:] <= step_numbers[:-1]).any():
         raise InputError("steps", "increasing", "a step that is not above the previous one", "sort the curve by step")
     y = as_numbers("curve", curve)
     if y.ndim == 0 or y.shape[-1] != step_numbers.size or np.isinf(y).any():
@@ -104,7 +104,10 @@ def measure_bounce(
         )
     known_sigma = None if noise is None else _known_noise(noise, y.shape[:-1]).reshape(-1)
     count = whole("draws", draws, low=1)
-    seed = int((np.random.default_rng(0) if generator is None else generator).integers(2**63))
+    check_size("draws", (count, step_numbers.size))
+    generator = np.random.default_rng(0) if generator is None else generator
+    instance("generator", generator, np.random.Generator, "pass `np.random.default_rng(seed)`")
+    seed = int(generator.integers(2**63))
     curves = y.reshape(-1, step_numbers.size)
     defined = ~np.isnan(curves)
     points = defined.sum(axis=-1)

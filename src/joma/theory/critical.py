@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import choice, in_range, instance, scalar, whole
+from joma.arguments import InputError, check_size, choice, in_range, instance, scalar, whole
 from joma.theory.mixture import FLOWS, Unit
 from joma.theory.moments import Values
 
@@ -269,9 +269,22 @@ def critical_points(
     Unit.check(unit)
     instance("generator", generator, np.random.Generator, "pass `np.random.default_rng(seed)`")
     problem = _Problem(unit, flow, scalar("decay", decay, above=0.0), scalar("radius", radius, above=0.0))
+    count = whole("starts", starts)
+    check_size("starts", (count, *unit.centres.shape, unit.centres.shape[1]))
+    with np.errstate(all="ignore"):  # a start that overflows is no root
+        try:
+            return _search(problem, count, generator)
+        except np.linalg.LinAlgError:
+            expected, remedy = "of a size at which the flow can be computed", "rescale them"
+            raise InputError("unit`, `decay`, `radius", expected, "an overflow", remedy) from None
+
+
+def _search(problem: _Problem, starts: int, generator: np.random.Generator) -> CriticalPoints:
+    """Search from random starts in the span of the centres, and describe the roots in the whole space."""
+    unit = problem.unit
     basis = _span_and_normal(unit.centres)
     reduced = replace(problem, unit=replace(unit, centres=unit.centres @ basis))
-    roots = _descend(reduced.field, reduced.starts(whole("starts", starts), generator))
+    roots = _descend(reduced.field, reduced.starts(starts, generator))
     roots = roots[reduced.relative(roots) < 1e-9]
     if basis.shape[1] < basis.shape[0]:
         roots[:, -1] = np.abs(roots[:, -1])  # rotations about the span count as one point
