@@ -227,13 +227,19 @@ def _runs(points: int) -> tuple[Int[np.ndarray, " run"], Int[np.ndarray, " run"]
 
 @lru_cache(maxsize=64)
 def _standard_errors(points: int, noise: Autoregression) -> Float[np.ndarray, " run"]:
-    """Return the standard deviation of the rise after each run, for noise of variance 1."""
+    """Return the standard deviation of the rise after each run, for noise of variance 1.
+
+        V(m) = Var(y_1 + … + y_m) = Σ_{|k|<m} (m − |k|) r_k,    2 Cov(run, rest) = V(run + rest) − V(run) − V(rest)
+
+    The covariances of all points would take too much memory for long curves.
+    """
     first, end = _runs(points)
-    contrasts = np.zeros((first.size, points))
-    for contrast, i, j in zip(contrasts, first, end, strict=True):
-        contrast[i:j], contrast[j:] = -1 / (j - i), 1 / (points - j)
-    lag = np.abs(np.subtract.outer(np.arange(points), np.arange(points)))
-    return np.sqrt(((contrasts @ noise.correlations(points)[lag]) * contrasts).sum(axis=-1))
+    run, rest = end - first, points - end
+    correlation, lag = noise.correlations(points), np.arange(points)
+    variance = (lag + 1) * (2 * correlation.cumsum() - 1) - 2 * (lag * correlation).cumsum()
+    of_run, of_rest, of_both = (variance[length - 1] for length in (run, rest, run + rest))
+    covariance = (of_both - of_run - of_rest) / 2
+    return np.sqrt(of_run / run**2 + of_rest / rest**2 - 2 * covariance / (run * rest))
 
 
 def _clearest_rise(y: Float[np.ndarray, "curve step"], noise: NoiseEstimate) -> Float[np.ndarray, " curve"]:
