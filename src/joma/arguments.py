@@ -356,7 +356,7 @@ def sequence(name: str, value: Any, expected: str, *, ordered: bool = True) -> l
     raise InputError(name, expected, described(value), "give a list")
 
 
-def in_range(names: str, *results: np.ndarray) -> None:
+def in_range(names: str, *results: Any) -> None:
     """Raise `InputError` if a result is NaN or infinite, because the arguments `names` are too large or too small.
 
     >>> in_range("v`, `v0", np.array([1.0, np.inf]))

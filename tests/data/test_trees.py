@@ -131,7 +131,7 @@ def test_bad_counts_are_named():
         TREES["regular"].sample(0, generator=seeded(0))
     with pytest.raises(InputError, match="`branching"):
         HBLT.regular((2, 0), p0=P0, p_child=P_CHILD, rho=0.9)
-    with pytest.raises(InputError, match="`child_counts`"):
+    with pytest.raises(InputError, match="`branching`"):
         HBLT.regular((), p0=P0, p_child=P_CHILD, rho=0.9)
     with pytest.raises(InputError, match="`max_nodes`"):
         HBLT.random(generator=seeded(0), max_nodes=3)
