@@ -1,7 +1,7 @@
 """`python benchmarks/interrupts.py --device cuda`: how soon a run answers Ctrl-C while it loads, compiles and trains.
 
 The run is interrupted again and again, each time somewhat later after its start, and resumed by the same command. Where
-it waits for a step or a save, every other time Ctrl-C is pressed a second time. Compiled code is kept nowhere between
+it waits for a step or a save, every other time Ctrl-C is pressed a second time. Compiled code is stored nowhere between
 the tries, so that each compiles anew. Exit code 1 means that a line was not there after 2 s.
 """
 
@@ -84,14 +84,14 @@ class Lines:
 def interrupted(command: list[str], out: Path, delay: float, again: float) -> Try:
     """Start the command, press Ctrl-C after `delay` seconds, and once more `again` seconds after a notice."""
     with tempfile.TemporaryDirectory() as caches:
-        kept = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
+        folders = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
         path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
             command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **kept, "PYTHONPATH": path},
+            env={**os.environ, **folders, "PYTHONPATH": path},
             start_new_session=True,
         )
         lines = Lines(process)

@@ -101,6 +101,16 @@ def test_judge_leaves_what_it_cannot_judge_and_goes_on(tmp_path, capsys, spoil, 
     assert {path: path.read_bytes() for path in (tmp_path / "toy" / "a").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(("interrupted", "expected"), [(False, (2, 2)), (True, (130, 1))])
+def test_no_other_study_begins_after_ctrl_c_even_if_saving_failed(interrupted, expected, tmp_path, capsys, monkeypatch):
+    joma("run", "toy", "--out", tmp_path, capsys=capsys)
+    (file,) = tmp_path.rglob("config.json")
+    monkeypatch.setattr("joma.train.interrupt.was_interrupted", lambda: interrupted)
+    with lock(file.parent):
+        code, _, err = joma("run", "toy", "toy", "--out", tmp_path, capsys=capsys)
+    assert (code, err.count("is locked by another process")) == expected
+
+
 def test_judge_goes_on_beside_a_run_that_is_held(tmp_path, capsys):
     joma("run", "toy", "--out", tmp_path, capsys=capsys)
     joma("run", "toy", "--out", tmp_path, "--seeds", 2, capsys=capsys)

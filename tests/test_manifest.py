@@ -1,4 +1,4 @@
-"""A manifest: what it lists is checked, what it does not list is refused, and it vouches for itself."""
+"""A manifest: what it lists is checked, what it does not list is refused, and it checks itself."""
 
 import json
 import os

@@ -95,6 +95,8 @@ class RunCommand:
                     outcomes.append(execute(study, config=config, progress=bars, **options))
                 except (StorageError, OutOfMemory) as problem:  # the others are run nevertheless
                     complain(problem)
+                    if interrupt.was_interrupted():  # Ctrl-C came first, and saving failed
+                        raise KeyboardInterrupt from None
                 else:
                     if not self.json:
                         show_claims(study.title, outcomes[-1])
@@ -417,7 +419,8 @@ def _report_failure(problem: Exception) -> int:
         complain(f"cannot use {problem.filename}: {os.strerror(problem.errno)}; check the path and its permissions.")
         return BAD_INPUT
     if memory.is_exhausted(problem):
-        complain(f"the memory of this machine does not suffice for {memory.asked_size(problem)}; use smaller sizes.")
+        size = memory.requested_size(problem)
+        complain(f"the memory of this machine does not suffice for {size}; use smaller sizes.")
         return BAD_INPUT
     if interrupt.was_interrupted():
         return interrupt.end_interrupted()

@@ -21,13 +21,13 @@ EXHAUSTED = re.compile(
     r"|too large to convert|index-sized integer",
     re.IGNORECASE,
 )
-ASKED = re.compile(r"allocate ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
+REQUESTED = re.compile(r"allocate ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
 POWERS = "BKMGTPE"
 GROUPS = Path("/sys/fs/cgroup")
 
 
 class OutOfMemory(InputError):
-    """Something of the asked size does not fit into memory."""
+    """Something of the requested size does not fit into memory."""
 
 
 def available() -> int:
@@ -63,15 +63,15 @@ def is_exhausted(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, kinds) and bool(EXHAUSTED.search(str(error))))
 
 
-def asked_size(error: BaseException) -> str:
-    """Return how much memory an error says was asked for, as text.
+def requested_size(error: BaseException) -> str:
+    """Return how much memory was requested, as an error says, as text.
 
-    >>> asked_size(RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4000000000 bytes."))
+    >>> requested_size(RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4000000000 bytes."))
     'a size of 4 GB'
-    >>> asked_size(MemoryError())
+    >>> requested_size(MemoryError())
     'a size that does not fit'
     """
-    match = ASKED.search(str(error))
+    match = REQUESTED.search(str(error))
     if match is None:
         return "a size that does not fit"
     unit = 1 if match[2].lower() == "bytes" else 1024 ** POWERS.index(match[2][0].upper())
@@ -88,7 +88,7 @@ def refusing(name: str, remedy: str) -> Iterator[None]:
     except Exception as cause:
         if not is_exhausted(cause):
             raise
-        raise OutOfMemory(name, FITS, asked_size(cause), remedy) from None
+        raise OutOfMemory(name, FITS, requested_size(cause), remedy) from None
 
 
 def readable(size: int) -> str:
@@ -104,7 +104,7 @@ def readable(size: int) -> str:
 
 
 def _free_on_machine() -> int:
-    """Return the memory that programs can still get, by Linux's own estimate; elsewhere all the machine has."""
+    """Return the memory that programs can still get, by Linux's estimate; elsewhere all the machine has."""
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])

@@ -269,7 +269,7 @@ def adopt(path: Path, preset: str | None = None) -> None:
 
     Its `claims.json` has the checksum of its trajectory, and the trajectory says what `config.json` must say. Claims
     and figures are not trusted: the run counts as trained, not as judged. Nor is the preset in `config.json`, which
-    nothing vouches for, if the `preset` that it was run with is known.
+    no checksum covers, if the `preset` that it was run with is known.
     """
     if exists(path / MANIFEST) or not exists(path / CLAIMS):
         return
