@@ -49,7 +49,7 @@ class Optimiser:
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        choice("name", self.name, OPTIMISERS)
+        choice("optimiser", self.name, OPTIMISERS)
         instance("rates", self.rates, Mapping, "give learning rates by parameter name")
         real("rate", self.rate, ndim=1 if isinstance(self.rate, Sequence) else 0, low=0.0)
         for rate in self.rates.values():
