@@ -188,23 +188,27 @@ def _structure(path: Path, arrays: Sequence[tuple[int, int]]) -> str:
 def read_manifest(folder: Path, *, remedy: str = "restore it") -> Manifest | None:
     """Read the manifest of a folder, None if it has none; raise `DamagedFile` if it is not what was written."""
     path = folder / MANIFEST
+    damaged = DamagedFile(path, "is cut short or altered since it was written", remedy)
     try:
         text = _read_text(path)
         content = json.loads(text)
         del content["sha256"]
+        if text != _serialised(content):
+            raise damaged
+        if content["format"] != FORMAT:
+            raise DamagedFile(path, f"has the format {content['format']}, not {FORMAT}", "update joma")
         files = {name: _parsed_entry(**entry) for name, entry in content["files"].items()}
-        identity, complete, number = dict(content["identity"]), bool(content["complete"]), content["format"]
-        intact = text == _serialised(content) and all(map(_is_inside, files))
+        identity, complete = dict(content["identity"]), bool(content["complete"])
     except FileNotFoundError:
         return None
+    except DamagedFile:
+        raise
     except OSError as cause:
         raise read_error(path, cause) from None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
-        raise DamagedFile(path, "is cut short or altered since it was written", remedy) from None
-    if not intact:
-        raise DamagedFile(path, "is cut short or altered since it was written", remedy)
-    if number != FORMAT:
-        raise DamagedFile(path, f"has the format {number}, not {FORMAT}", "update joma")
+        raise damaged from None
+    if not all(map(_is_inside, files)):
+        raise damaged
     return Manifest(folder, identity, complete, files, remedy)
 
 

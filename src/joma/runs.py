@@ -192,8 +192,8 @@ def _open_without_waiting(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NONBLOCK, 0o666)
 
 
-def check_run(path: Path) -> Manifest:
-    """Check all files of a finished run against its manifest, and that they belong together; return the manifest.
+def check_run(path: Path) -> tuple[Manifest, xr.Dataset]:
+    """Check all files of a finished run, and that they belong together; return its manifest and its trajectory.
 
     Figures may be missing, because they can be drawn again; those that exist are checked.
     """
@@ -203,8 +203,7 @@ def check_run(path: Path) -> Manifest:
         raise StorageError(f"{path} is trained but not judged, as it was interrupted or is being judged; {remedy}.")
     missing = [name for name in manifest.files if name.startswith(f"{FIGURES}/") and not exists(path / name)]
     manifest.check({*manifest.files} - {TRAJECTORY, *missing})  # `open_run` checks the trajectory
-    open_run(path / TRAJECTORY)
-    return manifest
+    return manifest, open_run(path / TRAJECTORY)
 
 
 def reopen(path: Path) -> None:

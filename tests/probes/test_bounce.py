@@ -212,3 +212,10 @@ def test_bad_input_is_named(change, name):
     options = {"steps": np.arange(5), "curve": np.ones(5), **change}
     with pytest.raises(InputError, match=f"`{name}` must"):
         measure_bounce(options.pop("steps"), options.pop("curve"), **options)
+
+
+def test_curves_of_more_than_a_thousand_points_are_measured_but_not_tested():
+    steps = np.arange(1001)
+    bounce = measure_bounce(steps, np.abs(steps - 300.0))
+    assert (bounce.depth, bounce.recovery, bounce.step) == (300.0, 700.0, 300.0)
+    assert np.isnan([bounce.chance, bounce.noise, bounce.p_value, bounce.correlation]).all()

@@ -18,6 +18,7 @@ from joma.arguments import InputError, as_numbers, check_size, instance, positiv
 from joma.probes.correlated_noise import CANDIDATES, Autoregression, NoiseEstimate, correlated_noise, estimate_noise
 
 _MIN_POINTS = 5  # with fewer points noise and bounce cannot be distinguished
+_MAX_POINTS = 1000  # of curves that are tested: time and memory grow with the square of their number
 _MAX_CONTRASTS = 2**20  # in memory at once
 _ROUNDING = 1e-12  # rises and deviations below this share of the largest value are rounding errors
 # Noise that must not explain a rise. The test holds its level up to a correlation of 0.6; 0.65 leaves a margin for the
@@ -87,6 +88,8 @@ def measure_bounce(
 
     Returns:
         Ten arrays [*batch]. A curve with fewer than five numbers, such as that of a seed that diverged early, gets NaN.
+        One with more than 1000 is not tested: `chance`, `noise`, `p_value` and `correlation` are NaN. Average
+        neighbouring points to have it tested.
 
     >>> steps = np.arange(30)
     >>> bounce = measure_bounce(steps, np.abs(steps - 10) / 10)
@@ -141,13 +144,16 @@ def _measure(
     start, least, end = y[:, 0], np.take_along_axis(y, lowest, axis=-1)[:, 0], y[:, -1]
     step = np.broadcast_to(steps, curves.shape)[defined].reshape(y.shape)
     turn = np.take_along_axis(step, lowest, axis=-1)[:, 0]
+    fields = (start, least, turn, end, start - least, end - least)
+    if y.shape[-1] > _MAX_POINTS:
+        return (*fields, *np.full((4, len(y)), np.nan))
     p_value, estimate = _test(y, known_sigma, *simulation)
     chance = [
         _chance(values, CANDIDATES[candidate], sigma, *simulation)
         for values, candidate, sigma in zip(y, *estimate, strict=True)
     ]
     correlation = np.array([candidate.first for candidate in CANDIDATES])[estimate.candidate]
-    return start, least, turn, end, start - least, end - least, np.array(chance), estimate.sd, p_value, correlation
+    return (*fields, np.array(chance), estimate.sd, p_value, correlation)
 
 
 def _test(

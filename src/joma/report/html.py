@@ -16,7 +16,7 @@ from joma.arguments import InputError
 from joma.files import StorageError, exists, remove_leftovers, write_text
 from joma.manifest import Manifest
 from joma.report.table import number, spread
-from joma.runs import FIGURES, Description, check_run, find_runs, open_run, read_claims, read_config
+from joma.runs import FIGURES, Description, check_run, find_runs, read_claims, read_config
 from joma.stamp import now, provenance
 
 # The sign and the CSS class of each verdict.
@@ -72,8 +72,8 @@ def _template() -> jinja2.Template:
 
 def _section(path: Path) -> dict[str, Any]:
     """Return what the template shows of one run, all of it checked against the run's manifest."""
-    manifest = check_run(path)
-    stored, config, trajectory = read_claims(path), read_config(path), open_run(path)
+    manifest, trajectory = check_run(path)
+    stored, config = read_claims(path), read_config(path)
     figures = _figures(path, manifest, stored.description)
     return {
         "anchor": f"{path.parent.name}-{path.name}",
