@@ -23,6 +23,7 @@ from torch import Tensor
 from joma.arguments import MAX_WHOLE, InputError, described, scalar, whole
 
 _WORD = 0xFFFFFFFF  # the largest 32-bit word, and the mask that reduces a number modulo 2³²
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_KEYS = 2**20  # of one call of `split`
 # The second multiplier is above 2³¹; modulo 2³² the negative number is the same.
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B - 2**32
@@ -124,8 +125,9 @@ def dropout(x: Float[Tensor, "seed ..."], p: float, *, key: Int[Tensor, "2 _"], 
     if not 0.0 <= p < 1.0:
         raise InputError("p", "in [0, 1)", p, "give the probability of dropping an element")
     key = _check_key(key)
-    if not isinstance(x, Tensor) or x.ndim == 0 or not x.is_floating_point():
-        raise InputError("x", "floating [seed, ...]", described(x), "pass activations with the seed's axis first")
+    if not isinstance(x, Tensor) or x.ndim == 0 or x.dtype not in _FLOATS or x.device != key.device:
+        expected = f"floating [seed, ...] on {key.device}, as the key"
+        raise InputError("x", expected, described(x), "pass activations with the seed's axis first")
     if len(x) != key.shape[1]:
         raise InputError("key", f"of {len(x)} seeds, like x", key.shape[1], "create it from the same seeds, in order")
     retained = _bits(x.shape[1:], key, site) >= round(p * 2**32)
@@ -141,7 +143,7 @@ def _bits(shape: Sequence[int], key: Int[Tensor, "2 seed"], site: int) -> Int[Te
     first, second = _fold(key, site)[:, :, None]
     words = torch.arange(count, device=key.device) ^ first
     words = _mix(_mix(words).bitwise_xor_(second))
-    return words.view(-1, *shape)
+    return words.view(key.shape[1], *shape)
 
 
 def _is_whole(value: Any) -> bool:

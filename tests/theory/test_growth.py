@@ -302,15 +302,17 @@ def softmax_flow(mu, temperature):
 
 
 @settings(max_examples=40)
+@example(pairs=[(0.0, 0.0), (0.73, -0.01), (2.49, 1.6)], temperature=1.328125, end=50.0)
 @given(
     pairs=st.lists(st.tuples(hundredths, hundredths), min_size=1, max_size=6),
     temperature=st.floats(1, 5),
     end=st.floats(0.1, 50),
 )
 def test_softmax_nonlinear_agrees_with_an_integrator(pairs, temperature, end):
+    """LSODA, as DOP853 is off by 1e-10 near the centres, where its steps are as long as its stability allows."""
     mu, v0 = np.array(pairs).T
     flow = softmax_flow(mu, temperature)
-    solution = solve_ivp(flow, (0, end), v0, method="DOP853", rtol=1e-13, atol=1e-14)
+    solution = solve_ivp(flow, (0, end), v0, method="LSODA", rtol=1e-13, atol=1e-14)
     np.testing.assert_allclose(
         growth.softmax_nonlinear(mu, end, v0, temperature), solution.y[:, -1], rtol=0, atol=1e-10
     )

@@ -19,7 +19,7 @@ from scipy.sparse import coo_array
 from torch import Tensor
 
 from joma import memory
-from joma.arguments import InputError, described, flag, scalar, sequence, whole
+from joma.arguments import InputError, flag, scalar, sequence, whole
 from joma.noise import check_generator, uniform
 from joma.tensors import as_tensor
 
@@ -39,7 +39,8 @@ def encode(texts: Sequence[str]) -> Int[Tensor, "text position"]:
     texts = sequence("texts", texts, expected)
     lengths = {len(text) if isinstance(text, str) else 0 for text in texts}
     if len(lengths) != 1 or 0 in lengths:
-        raise InputError("texts", expected, described(texts), "give at least one, none of them empty")
+        got = f"{len(texts)} items of lengths {sorted(lengths)[:5]}"
+        raise InputError("texts", expected, got, "give at least one text, none of them empty")
     if unknown := sorted(set("".join(texts)) - set(CHARACTERS)):
         raise InputError("texts", f"made of {CHARACTERS}", repr("".join(unknown)), "leave other characters out")
     return torch.tensor([[CHARACTERS.index(character) for character in text] for text in texts])

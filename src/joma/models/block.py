@@ -79,7 +79,7 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "hidden", "queries", "dim"):
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) is not None or name != "dim":
                 object.__setattr__(self, name, whole(name, value))
         choice("attention", self.attention, ATTENTIONS)
         choice("activation", self.activation, ACTIVATIONS)

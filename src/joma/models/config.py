@@ -64,7 +64,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "layers", "heads", "hidden", "outputs", "length"):
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) is not None or name in ("vocabulary", "width", "layers", "heads"):
                 object.__setattr__(self, name, whole(name, value))
         for name, table in {**CHOICES, "activation": ACTIVATIONS, "init": INITS}.items():
             choice(name, getattr(self, name), table)

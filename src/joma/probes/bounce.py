@@ -123,7 +123,7 @@ def measure_bounce(
 
 
 def _known_noise(noise: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
-    sigma = positive("noise", noise)
+    sigma = positive("noise", real("noise", noise, high=1e150))  # its square must not overflow
     try:
         return np.broadcast_to(sigma, shape)
     except ValueError:

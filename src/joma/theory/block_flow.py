@@ -374,9 +374,10 @@ def block(
 
 
 def _queries(query: ArrayLike, samples: int) -> Int[np.ndarray, " sample"]:
-    index = real("query", query, low=0.0, high=2**53)
-    if index.shape not in ((), (samples,)) or (index != np.round(index)).any():
-        raise InputError("query", f"one whole number, or one for each of {samples} samples", repr(query), "match `x`")
+    index = real("query", query, low=0.0)
+    if index.shape not in ((), (samples,)) or (index != np.round(index)).any() or (index >= 2**53).any():
+        expected = f"one whole number, or one for each of {samples} samples"
+        raise InputError("query", expected, described(query), "match `x`")
     return np.broadcast_to(index, (samples,)).astype(np.int64)
 
 

@@ -274,7 +274,7 @@ def critical_points(
     with np.errstate(all="ignore"):  # a start that overflows is no root
         try:
             return _search(problem, count, generator)
-        except np.linalg.LinAlgError:
+        except (np.linalg.LinAlgError, OverflowError):
             expected, remedy = "of a size at which the flow can be computed", "rescale them"
             raise InputError("unit`, `decay`, `radius", expected, "an overflow", remedy) from None
 

@@ -141,7 +141,7 @@ def _race_weights(race: _Race, t: Float[np.ndarray, ...]) -> np.ndarray:
     """Return the weights at the times `t`, from the solution x of erfc(x) = erfc(x0) (1 − t/t*)."""
     v0, sign, scale, blow_up = race
     x0 = sign * scale * v0
-    with np.errstate(divide="ignore", invalid="ignore", under="ignore"):
+    with np.errstate(all="ignore"):
         ahead = erfc(x0) * ((blow_up - t) / blow_up)
         behind = erfc(-x0) + erfc(x0) * (t / blow_up)
         # The smaller of the two tails is known to full relative accuracy.
