@@ -29,4 +29,4 @@ def test_the_study_runs_and_its_claims_hold(tmp_path, monkeypatch, capsys):
     (axes,) = study.figures["weights"].draw(run).axes
     assert len(axes.lines) == 12
     np.testing.assert_allclose(axes.lines[0].get_ydata(), run.predicted[0, :, 0])
-    assert write_report(Path("runs"))[1] == 1
+    assert write_report(Path("runs")).runs == 1

@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg
 import scipy.signal
 import scipy.stats
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from joma.arguments import InputError
@@ -94,8 +94,9 @@ def test_units_and_levels_change_nothing(seed, unit, level):
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 2**32), st.floats(0.2, 0.75), st.floats(0, 0.1), st.floats(0.1, 100))
-def test_a_recovery_is_detected_whatever_the_unit(seed, turn, sigma, unit):
+@given(st.integers(0, 2**32), st.floats(0.2, 0.6), st.floats(0, 0.1), st.floats(0.1, 100))
+@example(2516528, 0.6, 0.09375, 1.0)
+def test_a_recovery_of_many_standard_deviations_is_detected_whatever_the_unit(seed, turn, sigma, unit):
     rng = np.random.default_rng(seed)
     steps = np.arange(40) * 100
     x = np.linspace(0, 1, 40)

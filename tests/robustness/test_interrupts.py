@@ -94,8 +94,8 @@ def test_a_training_of_short_steps_is_saved_where_it_was(tmp_path):
     assert content(out["torn"]) == content(out["whole"])
 
 
-def test_ctrl_c_while_modules_load_is_one_line():
-    command = Command.start("list")
+def test_ctrl_c_while_modules_load_is_one_line(tmp_path):
+    command = Command.start("run", "alignment", "--preset", "paper", "--device", "cpu", "--out", tmp_path)
     maps = Path(f"/proc/{command.pid}/maps")
     command.wait_for(lambda: "libtorch_cpu" in maps.read_text())  # it is importing torch
     command.interrupt()

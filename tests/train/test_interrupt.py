@@ -21,6 +21,12 @@ from joma.train.state import Training
 NOTICE = "joma: interrupted: waiting for "
 UNINTERRUPTIBLE = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', {})"  # one call of C: no handler runs in it
 FOREVER = UNINTERRUPTIBLE.format(2**31 - 1)  # a quarter of an hour
+TWO_SECONDS = (  # on this machine, at its present load
+    "import time; start = time.perf_counter(); "
+    + UNINTERRUPTIBLE.format(200_000)
+    + "; iterations = int(400_000 / (time.perf_counter() - start)); "
+    + UNINTERRUPTIBLE.format("iterations")
+)
 
 
 def press(number=signal.SIGINT):
@@ -206,7 +212,7 @@ def test_a_command_says_what_it_waits_for_while_the_main_thread_cannot():
         assert stop
     raise KeyboardInterrupt
     """
-    code, _, err = command(body.replace("CALL", UNINTERRUPTIBLE.format(2_000_000)))
+    code, _, err = command(body.replace("CALL", TWO_SECONDS))
     assert code == EXIT_CODE
     first, second, third = err.splitlines(keepends=True)
     assert first.startswith(f"{NOTICE}step 3 to end (")
@@ -222,7 +228,7 @@ def test_a_terminal_with_progress_bars_has_its_cursor_back():
         with interrupt.interruptible() as stop:
             stop.begin("step {{}} to end", 3)
             press_later()
-            {UNINTERRUPTIBLE.format(2_000_000)}
+            {TWO_SECONDS}
         press_later()
         {FOREVER}
     """
