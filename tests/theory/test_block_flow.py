@@ -375,7 +375,7 @@ def small(attention="exp", activation="gelu", gradient=None, *, query=0, weight=
         (lambda: small(activation="relu", kink_width=0.0), "`width` must be above 0"),
         (lambda: small(weight=[0.5, 0.6]), "`weight` must sum to 1"),
         (lambda: small(weight=[1.0]), "`weight` must be one for each of 2 samples"),
-        (lambda: small(query=[0, -1]), "`query` must be in"),
+        (lambda: small(query=[0, -1]), "`query` must be at least 0"),
         (lambda: small(query=[0, 0.5]), "`query` must be one whole number, or one for each of 2 samples"),
         (lambda: small(query=[0, 1, 0]), "`query` must be one whole number, or one for each of 2 samples"),
         (lambda: small(embedding=np.eye(3)), "`embedding` must be of at least 4 columns"),
