@@ -18,7 +18,7 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from joma.arguments import InputError, scalar, whole
+from joma.arguments import InputError, distinct, scalar, whole
 from joma.data.text import corpus
 from joma.files import DamagedFile
 from joma.manifest import read_manifest, write_manifest
@@ -65,7 +65,10 @@ def run(config: Config, context: Context) -> xr.Dataset:
     with _folder(context) as folder:
         store = Store(folder / "measures")
         if config.models:
-            series = [_probe_series(name, _series(name, config), store, context.progress) for name in config.models]
+            series = [
+                _probe_series(name, _series(name, config), store, context.progress)
+                for name in distinct("models", config.models)
+            ]
             data = _concatenate(series, "model").assign_coords(model=list(config.models))
             return data.expand_dims(seed=list(context.seeds[:1]))
         _check(config)

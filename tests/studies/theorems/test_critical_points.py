@@ -98,6 +98,8 @@ def test_both_figures_are_in_the_study(trajectory):
         ({"starts": 0}, "starts"),
         ({"overlaps": (0.0, 1.0)}, "overlaps"),
         ({"overlaps": ()}, "overlaps"),
+        ({"overlaps": (0.5, 0.5)}, "overlaps"),
+        ({"driven": ("relu", "relu")}, "driven"),
         ({"close": 2.0}, "close"),
         ({"mixtures": 0}, "mixtures"),
         ({"samples": 1}, "samples"),

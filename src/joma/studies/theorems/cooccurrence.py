@@ -10,7 +10,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 from scipy.special import ndtri
 
-from joma.arguments import real, whole
+from joma.arguments import distinct, real, whole
 from joma.data.trees import HBLT
 from joma.report.figure import canvas, letters, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
@@ -110,6 +110,8 @@ def _sample(config: Config, generator: torch.Generator) -> xr.Dataset:
 
 def _grids(config: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return `rhos`, `c` and `gaps` of the config, checked."""
+    for name in ("rhos", "c", "gaps"):
+        distinct(name, getattr(config, name))
     rhos = real("rhos", list(config.rhos), ndim=1, low=0.0, high=0.99)
     gaps = real("gaps", list(config.gaps), ndim=1, low=1e-3, high=1.0)
     c = real("c", list(config.c), ndim=1, low=0.0, high=2 / gaps.max())  # ρ_0 = 1 − c (1 − ρ) is at least −1

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
 
-from joma.arguments import InputError, choice, positive, real, whole
+from joma.arguments import InputError, choice, distinct, positive, real, whole
 from joma.report.figure import canvas, letters, measured, theory
 from joma.studies.theorems import flow_comparison
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
@@ -70,7 +70,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 def _check(config: Config) -> None:
     flow_comparison.check(config)
-    for name in config.activations:
+    for name in distinct("activations", config.activations):
         choice("activations", name, ACTIVATIONS)
     for field, required in (("activations", {"linear", *RECTIFIERS, "tanh"}), ("driven", {"relu"})):
         if missing := required - {*getattr(config, field)}:
@@ -82,7 +82,7 @@ def _check(config: Config) -> None:
         whole(name, getattr(config, name))
     for name in ("sigma", "clock"):
         positive(name, getattr(config, name), ndim=0)
-    real("overlaps", config.overlaps, ndim=1, low=0.0, high=0.99)
+    real("overlaps", distinct("overlaps", config.overlaps), ndim=1, low=0.0, high=0.99)
     real("close", config.close, ndim=0, low=-1.0, high=1.0)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from joma.arguments import InputError, choice, positive, real, whole
+from joma.arguments import InputError, choice, distinct, positive, real, whole
 from joma.probes.entropy import shannon_entropy
 from joma.report.figure import canvas, letters, measured, theory
 from joma.theory import flows, growth
@@ -56,7 +56,7 @@ class FlowConfig:
 
 def check(config: FlowConfig) -> None:
     """Raise `InputError` if the comparison cannot be made with this config."""
-    for name in config.driven:
+    for name in distinct("driven", config.driven):
         choice("driven", name, ACTIVATIONS)
     for name in ("context_tokens", "times", "samples"):
         whole(name, getattr(config, name), low=2)
