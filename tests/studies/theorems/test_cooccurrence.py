@@ -152,6 +152,7 @@ def test_order_is_drawn_as_two_matrices_and_the_companions_of_one_token(run, pan
         ({"c": (-1.0,)}, "`c`"),
         ({"c": (10.0,)}, "`c`"),
         ({"gaps": (0.0,)}, "`gaps`"),
+        ({"c": (1.0, 1.0)}, "`c`"),
     ],
 )
 def test_a_bad_config_is_refused_by_name(change, name):
