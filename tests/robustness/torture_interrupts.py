@@ -69,6 +69,11 @@ def serve(args: list[str], folder: str, long_call: tuple[str, int, str]) -> None
     os._exit(code)
 
 
+def obey_ctrl_c() -> None:
+    """Let Ctrl-C have its usual effect in this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass
 class Command:
     """A command that runs in another process.
@@ -101,7 +106,10 @@ class Command:
         path = {"PYTHONPATH": str(Path(joma.__file__).parents[1])}
         with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
             words = [sys.executable, "-m", "joma", *map(str, args)]
-            process = subprocess.Popen(words, stdout=out, stderr=err, env={**os.environ, **path})
+            # A shell starts what runs in the background with Ctrl-C ignored, and the tests may be run so.
+            process = subprocess.Popen(
+                words, stdout=out, stderr=err, env={**os.environ, **path}, preexec_fn=obey_ctrl_c
+            )  # noqa: PLW1509
         command = cls(folder, process.pid, process.poll)
         command.wait_for(lambda: handles(process.pid, signal.SIGTERM))  # which Python itself does not
         return command
