@@ -108,8 +108,12 @@ class Command:
             words = [sys.executable, "-m", "joma", *map(str, args)]
             # A shell starts what runs in the background with Ctrl-C ignored, and the tests may be run so.
             process = subprocess.Popen(
-                words, stdout=out, stderr=err, env={**os.environ, **path}, preexec_fn=obey_ctrl_c
-            )  # noqa: PLW1509
+                words,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, **path},
+                preexec_fn=obey_ctrl_c,  # noqa: PLW1509
+            )
         command = cls(folder, process.pid, process.poll)
         command.wait_for(lambda: handles(process.pid, signal.SIGTERM))  # which Python itself does not
         return command
