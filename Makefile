@@ -67,4 +67,5 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 $(VENV)/developed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV) (the first time takes a minute or two) …"
 	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --no-deps timm  # its torchvision from PyPI does not load beside a CPU torch
 	@touch $@ $(VENV)/installed
