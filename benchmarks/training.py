@@ -20,8 +20,8 @@ from torch import Tensor
 
 from benchmarks import Row
 from benchmarks.timing import synchronised
+from joma.drawing import canvas, save, style, theory
 from joma.models.transformer import Decoder
-from joma.report.figure import canvas, save, style, theory
 from joma.studies.hierarchy.alignment import (
     PUBLISHED,
     Config,

@@ -9,8 +9,8 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from joma.arguments import InputError
+from joma.drawing import canvas, measured, theory
 from joma.files import checksum
-from joma.report.figure import canvas, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 
 

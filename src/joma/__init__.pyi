@@ -1,4 +1,5 @@
 from . import data as data
+from . import drawing as drawing
 from . import models as models
 from . import noise as noise
 from . import probes as probes

@@ -32,7 +32,7 @@ POLL_SECONDS = 0.005
 SECOND = 1_600_000  # iterations of a call of C that lasts about a second
 
 PRELOADED = [  # what a run imports, but for this folder, which the server does not know
-    *("joma.cli", "joma.verify", "joma.study.execution", "joma.train.loop", "joma.report.figure", "joma.report.table"),
+    *("joma.cli", "joma.verify", "joma.study.execution", "joma.train.loop", "joma.drawing", "joma.report.table"),
     *(f"matplotlib.backends.backend_{kind}" for kind in ("agg", "pdf", "svg")),
     *("h5netcdf.core", "safetensors.torch", "scipy.integrate", "rich.progress"),
 ]

@@ -1,4 +1,3 @@
-from . import figure as figure
 from . import html as html
 from . import probe as probe
 from . import table as table

@@ -12,10 +12,10 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from joma.drawing import canvas, evenly_spaced, letters, marker, series, style
+from joma.drawing import save as save_figure
 from joma.files import remove_leftovers, write_json
 from joma.manifest import write_manifest
-from joma.report.figure import canvas, evenly_spaced, letters, marker, series, style
-from joma.report.figure import save as save_figure
 from joma.report.table import grid, number
 from joma.runs import FIGURES, TRAJECTORY, write_trajectory
 from joma.stamp import provenance

@@ -20,10 +20,10 @@ from matplotlib.figure import Figure
 
 from joma.arguments import InputError, distinct, scalar, whole
 from joma.data.text import corpus
+from joma.drawing import band, canvas, evenly_spaced, letters, measured
 from joma.files import DamagedFile
 from joma.manifest import read_manifest, write_manifest
 from joma.progress import SILENT, Progress, Task
-from joma.report.figure import band, canvas, evenly_spaced, letters, measured
 from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most
 from joma.watch.configs import quiet, transformers
 from joma.watch.probing import ProbeResult, probe

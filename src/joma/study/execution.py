@@ -223,7 +223,7 @@ def _judge_and_finish(study: Study, path: Path) -> tuple[list[dict[str, Any]], f
 
 def _draw(study: Study, trajectory: xr.Dataset, path: Path) -> None:
     """Draw and write all figures of a study, and remove those that it no longer has."""
-    from joma.report.figure import clear, save, style
+    from joma.drawing import clear, save, style
 
     names, earlier = study.description.figures or [], earlier_figures(path)
     for name, drawing in zip(names, study.figures.values(), strict=True):

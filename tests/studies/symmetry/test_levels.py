@@ -5,7 +5,7 @@ import torch
 import xarray as xr
 
 from addition_runs import random_models
-from joma.report.figure import canvas
+from joma.drawing import canvas
 from joma.studies.symmetry.levels import draw_levels, hidden_states
 
 

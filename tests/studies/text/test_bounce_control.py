@@ -11,7 +11,7 @@ import xarray as xr
 from scipy.stats import ttest_1samp
 
 from joma.arguments import InputError
-from joma.report.figure import COLOURS
+from joma.drawing import COLOURS
 from joma.studies.text import bounce_control
 from joma.studies.text.bounce_control import (
     ARMS,

@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 from matplotlib.figure import Figure
 
-from joma.report.figure import COLOURS, MARKERS
+from joma.drawing import COLOURS, MARKERS
 from joma.studies.text.entropy_bounce import MIN_BOUNCE, SIGNIFICANCE, bounce_p_value, bounces, mark_minimum
 
 STEPS = np.arange(40)

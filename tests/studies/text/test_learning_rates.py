@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 from joma.arguments import InputError
-from joma.report.figure import COLOURS
+from joma.drawing import COLOURS
 from joma.studies.text.entropy_bounce import MIN_BOUNCE
 from joma.studies.text.learning_rates import (
     CLAIMS,

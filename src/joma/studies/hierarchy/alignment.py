@@ -17,9 +17,9 @@ from torch import Tensor
 from joma import schedule
 from joma.arguments import distinct, whole
 from joma.data.combinations import Collapsed, Combinations, CombinationTree, minibatch_counts
+from joma.drawing import MARKERS, band, bars, canvas, letters, marker
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.alignment import latent_alignment, mean_alignment
-from joma.report.figure import MARKERS, band, bars, canvas, letters, marker
 from joma.study import Arms, Claim, Context, Drawing, NotInRun, Preset, Study, above, between, select
 from joma.train import Compute, Optimiser, Record
 

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from joma import schedule
 from joma.arguments import whole
 from joma.data.trees import HBLT
+from joma.drawing import band, canvas, letters, measured, theory
 from joma.models.transformer import Decoder, DecoderConfig
-from joma.report.figure import band, canvas, letters, measured, theory
 from joma.studies.hierarchy import association
 from joma.studies.hierarchy.association import DOUBLED, average_gain, deep_gain, doubling_time, mean_by_height
 from joma.studies.hierarchy.hidden_tokens import (

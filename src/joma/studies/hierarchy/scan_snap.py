@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from joma import schedule
 from joma.arguments import InputError, real, scalar, whole
 from joma.data.tokens import SequenceClasses, sequence_classes
+from joma.drawing import canvas, letters, measured, theory
 from joma.models.block import Block, BlockConfig
-from joma.report.figure import canvas, letters, measured, theory
 from joma.studies.hierarchy import growth_phases
 from joma.studies.hierarchy.decoder_flow import clock_exponent, logit_flows, relative_gain, transition_time
 from joma.studies.hierarchy.distinct_tokens import by_frequency, distinct_logits

@@ -9,8 +9,8 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from joma.drawing import band, canvas, letters, measured
 from joma.models.transformer import CHOICES
-from joma.report.figure import band, canvas, letters, measured
 from joma.studies.symmetry.addition_arms import ALL_LAYERS, BASELINE, REMOVED
 from joma.studies.symmetry.addition_measures import accuracy, digits_of, mean_accuracy, own_share, without_residuals
 from joma.studies.symmetry.levels import draw_levels

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from joma.drawing import band
 from joma.models.transformer import Decoder
-from joma.report.figure import band
 
 
 @torch.no_grad()

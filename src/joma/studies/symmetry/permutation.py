@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from joma.arguments import InputError, whole
+from joma.drawing import canvas, letters, measured
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.permutation import permutation_gap
-from joma.report.figure import canvas, letters, measured
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most
 
 TABLE: dict[str, tuple[Any, ...]] = {

@@ -17,9 +17,9 @@ from torch import Tensor
 from joma import schedule
 from joma.arguments import InputError, whole
 from joma.data.addition import CHARACTERS
+from joma.drawing import COLOURS, band, canvas, letters, measured
 from joma.models.transformer import INITS, Decoder, DecoderConfig
 from joma.probes.position import adjacency, position_decodability
-from joma.report.figure import COLOURS, band, canvas, letters, measured
 from joma.studies.symmetry import addition_training
 from joma.studies.symmetry.addition_arms import BASELINE, select_arms
 from joma.studies.symmetry.addition_training import FOLDS, AdditionSetting

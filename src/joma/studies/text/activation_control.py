@@ -14,8 +14,8 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from joma.arguments import choice, distinct, whole
+from joma.drawing import band, canvas, letters, measured
 from joma.models.block import ACTIVATIONS
-from joma.report.figure import band, canvas, letters, measured
 from joma.studies.text import language_training
 from joma.studies.text.entropy_bounce import MIN_BOUNCE, SIGNIFICANCE, bounces, mark_minimum
 from joma.studies.text.language_training import QUICK_RATE, LayeredSetting, Variant

@@ -21,7 +21,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from joma.arguments import InputError, choice, distinct, whole
-from joma.report.figure import COLOURS, band, canvas, letters, marker
+from joma.drawing import COLOURS, band, canvas, letters, marker
 from joma.studies.text import language_training
 from joma.studies.text.entropy_bounce import MIN_BOUNCE, bounce_p_value
 from joma.studies.text.language_training import QUICK_RATE, Freezing, LayeredSetting, TextColumns, Variant

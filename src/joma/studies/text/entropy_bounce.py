@@ -6,8 +6,8 @@ import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 
+from joma.drawing import COLOURS, MARKERS
 from joma.probes.bounce import measure_bounce
-from joma.report.figure import COLOURS, MARKERS
 
 SIGNIFICANCE = 0.01  # of a rise: how often noise alone may rise as clearly
 MIN_BOUNCE = 0.05  # share of its start by which entropy must fall and recover for a bounce; the choice is ours

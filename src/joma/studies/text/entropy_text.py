@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from joma.arguments import distinct, whole
-from joma.report.figure import COLOURS, LINES, band, canvas, letters
+from joma.drawing import COLOURS, LINES, band, canvas, letters
 from joma.studies.text import language_training
 from joma.studies.text.entropy_bounce import MIN_BOUNCE, bounce_p_value
 from joma.studies.text.language_training import QUICK_RATE, LayeredSetting, Variant

@@ -38,9 +38,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from joma.arguments import InputError, whole
+from joma.drawing import band, canvas, letters, marker, theory
 from joma.models.transformer import Decoder, Layer, Linear
 from joma.probes.orthogonality import cosine_orthogonality
-from joma.report.figure import band, canvas, letters, marker, theory
 from joma.studies.text import language_training
 from joma.studies.text.language_training import QUICK_RATE, FurtherMeasures, LanguageSetting, TextColumns, Variant
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, between

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from joma.arguments import distinct, positive, whole
-from joma.report.figure import COLOURS, band, canvas, letters, measured
+from joma.drawing import COLOURS, band, canvas, letters, measured
 from joma.studies.text import language_training
 from joma.studies.text.entropy_bounce import MIN_BOUNCE, SIGNIFICANCE, bounces, mark_minimum
 from joma.studies.text.language_training import LayeredSetting, Variant

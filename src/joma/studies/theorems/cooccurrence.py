@@ -12,7 +12,7 @@ from scipy.special import ndtri
 
 from joma.arguments import distinct, real, whole
 from joma.data.trees import HBLT
-from joma.report.figure import canvas, letters, measured, theory
+from joma.drawing import canvas, letters, measured, theory
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import hierarchy
 

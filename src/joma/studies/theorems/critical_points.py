@@ -10,7 +10,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from joma.arguments import InputError, choice, distinct, positive, real, whole
-from joma.report.figure import canvas, letters, measured, theory
+from joma.drawing import canvas, letters, measured, theory
 from joma.studies.theorems import flow_comparison
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory.activations import ACTIVATIONS

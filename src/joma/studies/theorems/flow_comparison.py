@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from joma.arguments import InputError, choice, distinct, positive, real, whole
+from joma.drawing import canvas, letters, measured, theory
 from joma.probes.entropy import shannon_entropy
-from joma.report.figure import canvas, letters, measured, theory
 from joma.theory import flows, growth
 from joma.theory.activations import ACTIVATIONS
 from joma.theory.block_flow import Architecture, BlockFlow, Training, block

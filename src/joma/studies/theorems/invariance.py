@@ -19,8 +19,8 @@ from torch import Tensor
 from joma import schedule
 from joma.arguments import InputError, scalar, whole
 from joma.data.tokens import token_classes
+from joma.drawing import canvas, letters, marker, measured, theory
 from joma.models.block import Block, BlockConfig
-from joma.report.figure import canvas, letters, marker, measured, theory
 from joma.study import Arms, Claim, Context, Drawing, Preset, Study, at_least, at_most
 from joma.theory import invariants
 from joma.train import Optimiser, Record

@@ -13,8 +13,8 @@ from scipy.special import softmax
 
 from joma import schedule
 from joma.arguments import real, whole
+from joma.drawing import canvas, letters, measured, theory
 from joma.models.block import Block, BlockConfig
-from joma.report.figure import canvas, letters, measured, theory
 from joma.studies.theorems import single_unit
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import bounce, flows, growth

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from joma import schedule
 from joma.arguments import InputError, scalar, whole
 from joma.data.tokens import token_classes
+from joma.drawing import canvas, letters, measured, theory
 from joma.models.block import Block, BlockConfig
-from joma.report.figure import canvas, letters, measured, theory
 from joma.studies.theorems import single_unit
 from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
 from joma.theory import flows, growth

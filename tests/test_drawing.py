@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
-from joma.report.figure import (
+from joma.drawing import (
     COLOURS,
     LINES,
     MARKERS,
