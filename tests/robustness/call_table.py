@@ -223,6 +223,7 @@ OTHERS: dict[str, dict[str, str]] = {
         "vocabulary": "9",
         "generator": "torch.Generator().manual_seed(0)",
     },
+    "joma.participation_ratio": {"states": STATES, "centred": "True"},
     "joma.stable_rank": {"weight": STATES, "tolerance": "1e-2", "iterations": "4"},
     "joma.noise.check_generator": {"generator": "torch.Generator().manual_seed(0)"},
     "joma.noise.check_generators": {"generators": GENERATORS},

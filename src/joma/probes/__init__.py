@@ -2,6 +2,7 @@
 
 - `entropy`: the entropy of attention, from its weights or from queries and keys alone.
 - `rank`: the stable rank of weights.
+- `spectrum`: the stable rank and the participation ratio of hidden states.
 - `orthogonality`: the cosines between embeddings or hidden states.
 - `alignment`: how well hidden units represent latents.
 - `bounce`: the fall and return of a measured curve, compared with noise.

@@ -22,3 +22,4 @@ from .slices import OwnLocation as OwnLocation
 from .slices import SliceSimilarity as SliceSimilarity
 from .slices import own_location as own_location
 from .slices import slice_similarity as slice_similarity
+from .spectrum import participation_ratio as participation_ratio
