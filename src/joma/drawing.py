@@ -102,31 +102,41 @@ def theory(axes: Axes, x: ArrayLike, y: ArrayLike, index: int = 0, label: str | 
 
 
 def measured(
-    axes: Axes, x: ArrayLike, y: xr.DataArray | ArrayLike, index: int = 0, label: str | None = None, **options: Any
+    axes: Axes,
+    x: ArrayLike,
+    y: xr.DataArray | ArrayLike,
+    index: int = 0,
+    label: str | None = None,
+    *,
+    over: str = "seed",
+    **options: Any,
 ) -> None:
     """Draw a measurement as points at the mean over `seed`, with error bars from the lowest to the highest seed.
 
-    A `y` without the dimension `seed`, such as any plain array, is drawn as points without bars.
+    A `y` without the dimension `seed`, such as any plain array, is drawn as points without bars; `over` names another
+    dimension, such as `head`.
     """
     appearance = {**marker(index), "label": label, **options}
-    if not (isinstance(y, xr.DataArray) and "seed" in y.dims):
+    if not (isinstance(y, xr.DataArray) and over in y.dims):
         axes.plot(np.asarray(x), np.asarray(y), **appearance)
         return
-    mean, distances = bars(y)
+    mean, distances = bars(y, over)
     axes.errorbar(np.asarray(x), mean, yerr=distances, elinewidth=0.9, capsize=2, **appearance)
 
 
-def bars(y: xr.DataArray) -> tuple[np.ndarray, np.ndarray]:
+def bars(y: xr.DataArray, over: str = "seed") -> tuple[np.ndarray, np.ndarray]:
     """Return the mean over `seed`, and the distances [2, ...] from it to the lowest and to the highest seed."""
-    mean = y.mean("seed")
-    distances = np.stack([np.asarray(mean - y.min("seed")), np.asarray(y.max("seed") - mean)])
+    mean = y.mean(over)
+    distances = np.stack([np.asarray(mean - y.min(over)), np.asarray(y.max(over) - mean)])
     return np.asarray(mean), np.maximum(distances, 0.0)  # rounding may place the mean of equal numbers outside of them
 
 
-def band(axes: Axes, x: ArrayLike, y: xr.DataArray, index: int = 0, label: str | None = None) -> None:
+def band(
+    axes: Axes, x: ArrayLike, y: xr.DataArray, index: int = 0, label: str | None = None, *, over: str = "seed"
+) -> None:
     """Draw a measured curve of many points: the mean over `seed` as a line, lowest to highest seed as a shaded band."""
-    axes.plot(np.asarray(x), np.asarray(y.mean("seed")), label=label, **series(index))
-    low, high = np.asarray(y.min("seed")), np.asarray(y.max("seed"))
+    axes.plot(np.asarray(x), np.asarray(y.mean(over)), label=label, **series(index))
+    low, high = np.asarray(y.min(over)), np.asarray(y.max(over))
     axes.fill_between(np.asarray(x), low, high, color=COLOURS[index % len(COLOURS)], alpha=0.18, linewidth=0)
 
 

@@ -1,0 +1,276 @@
+"""Draw what was recorded of a model's attention: layers and heads, a training, or one attention map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+
+from joma.drawing import band, canvas, evenly_spaced, letters, marker, measured, series, style
+from joma.terminal import printable
+
+SHOWN = 4  # layers or weights drawn as curves, evenly spaced: more bands hide each other
+MAX_TICKS = 12
+MAX_TOKENS = 40  # labels on an axis of a map
+MAX_LABEL = 18  # characters
+LOGARITHMIC = 64  # a training longer than this many of its first intervals is drawn on a logarithmic axis
+MISSING = "□"
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return the names of layers without the parts that all have in common.
+
+    >>> short_names(["model.layers.0.attn", "model.layers.1.attn"])
+    ['0', '1']
+    >>> short_names(["encoder.0.self", "decoder.0.self", "decoder.0.cross"])
+    ['encoder.self', 'decoder.self', 'decoder.cross']
+    """
+    parts = [name.split(".") for name in names]
+    if len(names) < 2:
+        return list(names)
+    if len({len(words) for words in parts}) == 1:
+        varying = [index for index, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
+        return [".".join(words[index] for index in varying) for words in parts]
+    shared = 0
+    while len({words[shared] if shared < len(words) - 1 else None for words in parts}) == 1:
+        if any(shared >= len(words) - 1 for words in parts):
+            break
+        shared += 1
+    return [".".join(words[shared:]) for words in parts]
+
+
+def draw_recording(data: xr.Dataset) -> Figure:
+    """Draw the entropy of each head as a heat map, and the mass on the sinks by layer if it was measured.
+
+    Args:
+        data: what `Recording.dataset` returns, with dims layer and head; any others are averaged over.
+    """
+    panels: list[Callable[[Axes, xr.Dataset], None]] = [_draw_heads] if "entropy" in data else []
+    panels += [_draw_sinks] if "sink_mass" in data else []
+    height = 2.6 if data.sizes["head"] == 1 else min(5.2, max(2.6, 1.1 + 0.16 * data.sizes["layer"]))
+    return _draw(data, panels, height=height)
+
+
+def draw_trajectory(data: xr.Dataset) -> Figure:
+    """Draw entropy, sinks and stable ranks over a training, for layers evenly spaced from the first to the last.
+
+    Args:
+        data: what `Recorder.dataset` returns, with dims step, layer, head and weight.
+    """
+    panels: list[Callable[[Axes, xr.Dataset], None]] = []
+    panels += [_draw_entropy_over_steps] if "entropy" in data else []
+    panels += [_draw_sinks_over_steps] if "sink_mass" in data else []
+    panels += [_draw_ranks_over_steps] if "stable_rank" in data else []
+    return _draw(data, panels, height=2.9)
+
+
+def _draw(data: xr.Dataset, panels: Sequence[Callable[[Axes, xr.Dataset], None]], *, height: float) -> Figure:
+    with style():
+        figure, axes = canvas(1, len(panels), width=3.9, height=height)
+        for axis, draw_panel in zip(axes[0], panels, strict=True):
+            draw_panel(axis, data)
+        if len(panels) > 1:
+            letters(axes)
+    return figure
+
+
+def by_layer_and_head(variable: xr.DataArray) -> xr.DataArray:
+    """Return the mean over everything but layer and head."""
+    return variable.mean([dim for dim in variable.dims if dim not in ("layer", "head")]).transpose("layer", "head")
+
+
+def _ticks(count: int) -> list[int]:
+    """Return at most `MAX_TICKS` indices of `count` items in equal intervals, from the first."""
+    return [*range(0, count, -(-count // MAX_TICKS))]
+
+
+def _draw_heads(axes: Axes, data: xr.Dataset) -> None:
+    entropy = by_layer_and_head(data.entropy)
+    names = short_names([str(name) for name in data.layer.values])
+    if entropy.sizes["head"] == 1:  # a heat map of one column says less than points
+        _draw_by_layer(axes, entropy, names)
+        axes.set(ylabel="entropy / nats", title=_least_head(entropy, names))
+        return
+    image = axes.imshow(entropy.values, cmap="viridis", aspect="auto", interpolation="nearest")
+    axes.set_facecolor("lightgrey")  # heads that a layer does not have
+    axes.grid(visible=False)
+    axes.set(xlabel="head", ylabel="layer", title=_least_head(entropy, names))
+    axes.set_xticks(_ticks(entropy.sizes["head"]))
+    _label_layers(axes, names)
+    axes.figure.colorbar(image, ax=axes, label="entropy / nats")
+
+
+def _least_head(entropy: xr.DataArray, names: Sequence[str]) -> str:
+    """Return a title: where attention is sparsest, or that all heads are alike."""
+    values = entropy.values
+    if not np.isfinite(values).any():
+        return "No finite entropy"
+    least, greatest = float(np.nanmin(values)), float(np.nanmax(values))
+    if greatest - least < 0.005:
+        return f"All heads: {least:.2f} nats"
+    layer, head = divmod(int(np.nanargmin(values)), values.shape[1])
+    return f"Sparsest: layer {_label(names[layer])}, head {head} ({least:.2f} nats)"
+
+
+def _label_layers(axes: Axes, names: Sequence[str], *, along_x: bool = False) -> None:
+    """Label the layers by their short names, as many as there is room for."""
+    shown = _ticks(len(names))
+    labels = [_label(names[index]) for index in shown]
+    if along_x:
+        steep = max(map(len, labels)) > 3
+        axes.set_xticks(shown, labels, parse_math=False, rotation=90 if steep else 0)
+    else:
+        axes.set_yticks(shown, labels, parse_math=False)
+
+
+def _draw_by_layer(axes: Axes, values: xr.DataArray, names: Sequence[str]) -> None:
+    """Draw the mean over heads by layer, and the least and the greatest head: as bars, or as a band for many layers."""
+    layers, heads = np.arange(len(names)), values.sizes["head"]
+    if len(names) <= 2 * MAX_TICKS:
+        measured(axes, layers, values, over="head", linestyle="-", linewidth=0.8)
+    else:
+        band(axes, layers, values, over="head")
+    _label_layers(axes, names, along_x=True)
+    axes.set_xlabel("layer" if heads == 1 else "layer (mean, least and greatest head)")
+    axes.margins(x=max(0.03, 0.3 / len(names)))
+
+
+def _draw_sinks(axes: Axes, data: xr.Dataset) -> None:
+    sinks = by_layer_and_head(data.sink_mass)
+    names = short_names([str(name) for name in data.layer.values])
+    _draw_by_layer(axes, sinks, names)
+    mean = sinks.mean("head")
+    title = "No finite mass on sinks"
+    if mean.notnull().any():
+        layer = int(np.nanargmax(mean.values))
+        title = f"Most on sinks: layer {_label(names[layer])} ({float(mean[layer]):.0%})"
+    axes.set(ylabel="mass on sinks", title=title, ylim=(0, 1.06 * axes.get_ylim()[1]))
+
+
+def _draw_entropy_over_steps(axes: Axes, data: xr.Dataset) -> None:
+    _draw_layers_over_steps(axes, data, data.entropy)
+    axes.set(ylabel="entropy / nats", title=_course("Entropy", data.entropy.mean(("layer", "head")), "nats"))
+
+
+def _draw_sinks_over_steps(axes: Axes, data: xr.Dataset) -> None:
+    _draw_layers_over_steps(axes, data, data.sink_mass)
+    axes.set(ylabel="mass on sinks", title=_course("Mass on sinks", data.sink_mass.mean(("layer", "head"))))
+
+
+def _draw_ranks_over_steps(axes: Axes, data: xr.Dataset) -> None:
+    names = short_names([str(name) for name in data.weight.values])
+    for index, weight in enumerate(evenly_spaced(len(names), SHOWN)):
+        appearance = {**series(index), "marker": marker(index)["marker"], "markerfacecolor": "white"}
+        axes.plot(
+            _steps(data), data.stable_rank.isel(weight=weight), label=f"weight {_label(names[weight])}", **appearance
+        )
+    _finish_over_steps(axes, data)
+    axes.set(ylabel="stable rank", title=_course("Stable rank", data.stable_rank.mean("weight")))
+
+
+def _draw_layers_over_steps(axes: Axes, data: xr.Dataset, variable: xr.DataArray) -> None:
+    """Draw the mean over heads as a line, and a band from the least to the greatest head, for a few layers."""
+    names = short_names([str(name) for name in data.layer.values])
+    for index, layer in enumerate(evenly_spaced(len(names), SHOWN)):
+        curve = variable.isel(layer=layer).transpose("step", "head")
+        draw = band if data.sizes["step"] > 1 else measured
+        draw(axes, _steps(data), curve, index, f"layer {_label(names[layer])}", over="head")
+    _finish_over_steps(axes, data)
+
+
+def _is_logarithmic(data: xr.Dataset) -> bool:
+    """Return whether steps are drawn on a logarithmic axis: the first interval is short beside the whole training."""
+    steps = data.step.values
+    return len(steps) > 2 and bool(steps[-1] - steps[0] > LOGARITHMIC * (steps[1] - steps[0]))
+
+
+def _steps(data: xr.Dataset) -> np.ndarray:
+    return data.step.values + 1 if _is_logarithmic(data) else data.step.values
+
+
+def _finish_over_steps(axes: Axes, data: xr.Dataset) -> None:
+    if _is_logarithmic(data):
+        axes.set(xscale="log", xlabel="step + 1")
+        axes.minorticks_off()
+    else:
+        axes.set_xlabel("step")
+    low, high = axes.get_ylim()
+    legend = axes.legend(ncols=2, loc="upper right")
+    room = 0.16 * -(-len(legend.get_texts()) // 2)  # for the legend, which then covers no curve
+    axes.set_ylim(max(low, 0.0) if axes.dataLim.y0 >= 0 else low, high + room * (high - low))
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _course(quantity: str, curve: xr.DataArray, unit: str = "") -> str:
+    """Return a title: how the mean over layers and heads went from the first to the last step."""
+    defined = curve.dropna("step")
+    if not defined.size:
+        return f"{quantity}: never finite"
+    first, last = float(defined[0]), float(defined[-1])
+    if defined.size == 1:
+        return f"{quantity} is {last:.3g} {unit}".rstrip()
+    if abs(last - first) < 0.02 * max(abs(first), abs(last)):
+        return f"{quantity} stays at {last:.3g} {unit}".rstrip()
+    return f"{quantity} {'falls' if last < first else 'rises'}: {first:.3g} to {last:.3g} {unit}".rstrip()
+
+
+def draw_map(weights: xr.DataArray) -> Figure:
+    """Draw one attention map, [query, key], with its tokens as labels if it has any.
+
+    Args:
+        weights: what `Recording.maps` returns, for one sequence and one head.
+    """
+    queries, keys = weights.sizes["query"], weights.sizes["key"]
+    side = lambda count: min(7.5, max(2.6, 1.2 + 0.17 * count))  # noqa: E731
+    with style():
+        figure, axes = canvas(1, 1, width=side(keys) + 0.9, height=side(queries))
+        panel = axes[0, 0]
+        image = panel.imshow(weights.values, cmap="viridis", aspect="auto", interpolation="nearest", vmin=0)
+        panel.set_facecolor("lightgrey")  # rows of queries that see no key
+        panel.grid(visible=False)
+        shown = evenly_spaced(keys, MAX_TOKENS)
+        panel.set_xticks(shown, _token_labels(weights, "key", shown), parse_math=False, rotation=90)
+        shown = evenly_spaced(queries, MAX_TOKENS)
+        panel.set_yticks(shown, _token_labels(weights, "query", shown), parse_math=False)
+        panel.set(xlabel="key", ylabel="query")
+        panel.set_title(_heaviest_key(weights), parse_math=False)
+        figure.colorbar(image, ax=panel, label="attention weight")
+    return figure
+
+
+def _token_labels(weights: xr.DataArray, axis: str, shown: Sequence[int]) -> list[str]:
+    positions, tokens = weights[axis].values, weights.coords.get(f"{axis}_token")
+    return [_label(str(positions[index] if tokens is None else tokens.values[index])) for index in shown]
+
+
+def _heaviest_key(weights: xr.DataArray) -> str:
+    """Return a title: the layer and head, and the key that has most of the weight."""
+    where = f"Layer {_label(str(weights.coords['layer'].values))}, head {int(weights.coords['head'])}"
+    mean = weights.mean("query").values
+    if not np.isfinite(mean).any():
+        return f"{where}: no query sees a key"
+    key = int(np.nanargmax(mean))
+    name = _token_labels(weights, "key", [key])[0]
+    return f"{where}:\n{mean[key]:.0%} of the weight on key {int(weights['key'][key])}" + (
+        f", “{name}”" if "key_token" in weights.coords else ""
+    )
+
+
+def _label(text: str) -> str:
+    """Return a label of few characters, each of which the font of the figures has."""
+    text = printable(text)
+    text = text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL // 2]}…{text[-MAX_LABEL // 2 + 1 :]}"
+    glyphs = _glyphs()
+    return "".join(char if ord(char) in glyphs else MISSING for char in text)
+
+
+@cache
+def _glyphs() -> frozenset[int]:
+    """Return the characters of the font of the figures: matplotlib warns of any other."""
+    return frozenset(get_font(findfont(FontProperties(family="DejaVu Sans"))).get_charmap())
