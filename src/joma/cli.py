@@ -182,6 +182,8 @@ class ProbeCommand:
     """Revisions or subfolders to measure; if not given, all whose names contain a step."""
     pattern: str | None = None
     """Regular expression of the names, with a group `step`, if they are not like step1000 or checkpoint-1000."""
+    base: Annotated[str | None, arg(metavar="MODEL")] = None
+    """Base model of LoRA adapters, a folder or a repository; if not given, the folder that the adapters name."""
     text: Annotated[Path | None, arg(metavar="FILE")] = None
     """Text to run the models on; the beginning of the embedded corpus if not given."""
     out: Path = Path("runs/probe")
@@ -199,7 +201,7 @@ class ProbeCommand:
         from joma.watch.store import Store
 
         text = None if self.text is None else read_text(self.text)
-        series = Checkpoints(self.model, revisions=self.revisions or None, pattern=self.pattern)
+        series = Checkpoints(self.model, revisions=self.revisions or None, pattern=self.pattern, base=self.base)
         model_folder, result_folder = self._folders(text)
         check_writable(result_folder)
         result = probe(series, text=text, store=Store(model_folder / "measures"), progress=Bars())
@@ -216,15 +218,15 @@ class ProbeCommand:
     def _folders(self, text: Any) -> tuple[Path, Path]:
         """Return the folder of the model or series, where measurements are kept, and the folder of the results.
 
-        They are the same unless revisions, a pattern or a text are chosen: each choice has a subfolder. Local folders
-        of the same name in different places are told apart by a hash of their paths.
+        They are the same unless revisions, a pattern, a base or a text are chosen: each choice has a subfolder. Local
+        folders of the same name in different places are told apart by a hash of their paths.
         """
         from joma.files import short_hash
 
         path = Path(os.path.realpath(self.model))
         is_folder = os.path.isdir(path)
         name = f"{path.name}-{short_hash(str(path), 6)}" if is_folder else self.model.replace("/", "--")
-        choices = (self.revisions, self.pattern, text)
+        choices = (self.revisions, self.pattern, text, *([self.base] if self.base else []))
         folder = self.out / name
         return folder, folder if choices == ((), None, None) else folder / f"of-{short_hash(repr(choices), 6)}"
 

@@ -28,6 +28,9 @@ def test_known_patterns_are_chosen_by_name():
     names = ["step1", "checkpoint-2", "stage1-step3-tokens4B", "main"]
     assert read_steps(names, None) == ["1", "2", "3", None]
     assert read_steps(names, "checkpoint") == [None, "2", None, None]
+    epochs = ["epoch3", "epoch-4", "epoch_5", "epoch=6", "epoch"]
+    assert read_steps(epochs, None) == [None] * 5
+    assert read_steps(epochs, "epoch") == ["3", "4", "5", "6", None]
 
 
 def test_a_pattern_without_end_is_stopped():

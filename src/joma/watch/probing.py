@@ -281,7 +281,7 @@ def _combine(series: Checkpoints, measurements: Mapping[str, Mapping[str, np.nda
     data = xr.merge(parts, join="outer", compat="no_conflicts")
     data = data.assign_coords(checkpoint=("step", [name for name, _ in in_order]))
     names = {dim: sorted(data.get_index(dim), key=_natural_order) for dim in ("layer", "weight") if dim in data.dims}
-    return _with_bounces(data.sel(names)).assign_attrs(source=series.source)
+    return _with_bounces(data.sel(names)).assign_attrs(source=series.source, unit=series.unit)
 
 
 def _with_bounces(data: xr.Dataset) -> xr.Dataset:

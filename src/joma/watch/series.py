@@ -22,7 +22,17 @@ from torch import Tensor
 
 from joma.arguments import InputError, short_reason
 from joma.progress import SILENT, Progress
+from joma.watch.adapters import (
+    ADAPTER_CONFIG,
+    MERGED,
+    LoraConfig,
+    MergedWeights,
+    adapter_file,
+    is_adapter,
+    missing_base,
+)
 from joma.watch.byte_ranges import Unreadable, is_storable
+from joma.watch.ignored import FINAL, Ignored, holds_weights, ignored_folders, trainer_step, unread_files
 from joma.watch.locations import CONFIG, Folders, Hub, is_folder
 from joma.watch.step_names import MAX_STEP, read_steps, step_number
 from joma.watch.store import Measure, Store, measure_or_load
@@ -56,8 +66,11 @@ class Fault:
 
     @property
     def loses_data(self) -> bool:
-        """Whether a checkpoint was left out or not measured; checkpoints that are merely identical lose nothing."""
-        return bool(self.left_out) or self.kind != "identical"
+        """Whether a checkpoint was left out or not measured.
+
+        Checkpoints that are merely identical lose nothing, nor does what never was part of the series.
+        """
+        return bool(self.left_out) or self.kind not in ("identical", "ignored")
 
     def __str__(self) -> str:
         return f"{self.message}; {self.remedy}."
@@ -65,6 +78,8 @@ class Fault:
 
 class LazyCheckpoint:
     """A checkpoint of a series: its training step and its tensors, which are read on demand.
+
+    The tensors of a LoRA adapter are those of its base model with the adapter merged into them.
 
     Attributes:
         name: the revision or the folder.
@@ -79,9 +94,10 @@ class LazyCheckpoint:
         entries: Callable[[], Mapping[str, FileEntry]],
         folder: Callable[[Iterable[str]], Path],
         counter: ByteCounter,
+        find_base: Callable[[str, LoraConfig], LazyCheckpoint] | None = None,
     ) -> None:
         self.name, self.step, self.counter = name, step, counter
-        self._entries, self._folder = entries, folder
+        self._entries, self._folder, self._find_base = entries, folder, find_base
 
     def __repr__(self) -> str:
         return f"LazyCheckpoint({self.name!r}, step={self.step})"
@@ -101,13 +117,35 @@ class LazyCheckpoint:
         relevant = sorted(
             (name, identity)
             for name, identity in identities.items()
-            if name == CONFIG or name.endswith(WEIGHT_SUFFIXES)
+            if name in (CONFIG, ADAPTER_CONFIG) or name.endswith(WEIGHT_SUFFIXES)
         )
+        if self.is_adapter:
+            relevant.append(("base", self.base.identity))
         return hashlib.sha256(json.dumps(relevant).encode()).hexdigest()
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the checkpoint is an adapter, which is merged into its base."""
+        return is_adapter(self.entries)
+
+    @cached_property
+    def lora_config(self) -> LoraConfig:
+        """The config of an adapter."""
+        return LoraConfig.from_fields(self.entries[ADAPTER_CONFIG].json(self.counter), self.name)
+
+    @cached_property
+    def base(self) -> LazyCheckpoint:
+        """The base model of an adapter."""
+        if self._find_base is None:
+            raise missing_base(self.name, self.lora_config)
+        return self._find_base(self.name, self.lora_config)
 
     @cached_property
     def files(self) -> Mapping[str, WeightFile]:
-        """The weight files, by name."""
+        """The weight files, by name; for an adapter, one that stands for base and adapter together."""
+        if self.is_adapter:
+            adapter = adapter_file(self.entries, self.name).open(self.counter)
+            return {MERGED: MergedWeights(adapter, self.lora_config, self.base, self.name)}
         return {name: entry.open(self.counter) for name, entry in self._weight_entries().items()}
 
     def _weight_entries(self) -> dict[str, FileEntry]:
@@ -116,8 +154,11 @@ class LazyCheckpoint:
     def folder(self, *, weights: bool = True) -> Path:
         """Return a local folder to load the model from; files on the hub are downloaded into the hub's cache.
 
-        With `weights=False` only the files that describe the model and its tokenizer are needed.
+        With `weights=False` only the files that describe the model and its tokenizer are needed. For an adapter it is
+        the folder of its base.
         """
+        if self.is_adapter:
+            return self.base.folder(weights=weights)
         return self._folder(self._weight_entries() if weights else ())
 
     @cached_property
@@ -166,6 +207,12 @@ class Checkpoints(Sequence[LazyCheckpoint]):
             `joma.watch.step_names.PATTERNS`; by default all of those are tried.
         revisions: the name or names to use, instead of all that match; unknown ones are listed in `faults`.
         endpoint: the URL of another hub than huggingface.co (or than HF_ENDPOINT).
+        base: the base model of LoRA adapters, a folder or a repository on the hub; by default the local folder that an
+            adapter names, if it exists.
+
+    Attributes:
+        unit: what the series counts, "step", or "epoch" if its folders are named by their epochs.
+        faults: what is wrong with the names, and what else is there that is ignored.
 
     >>> import tempfile, torch
     >>> from safetensors.torch import save_file
@@ -184,30 +231,68 @@ class Checkpoints(Sequence[LazyCheckpoint]):
         pattern: str | None = None,
         revisions: str | Sequence[str] | None = None,
         endpoint: str | None = None,
+        base: str | Path | None = None,
     ) -> None:
         if not str(source).strip():  # an empty path would be the current folder
             raise InputError("source", "a folder or a repository", "an empty name", "write `.` for the current folder")
         revisions = [revisions] if isinstance(revisions, str) else revisions
-        self.source, self.counter, self.faults = str(source), ByteCounter(), ()
+        self.source, self.unit, self.counter, self.faults = str(source), "step", ByteCounter(), ()
+        self._endpoint, self._base, self._bases = endpoint, base, {}
         self._location: Folders | Hub = Folders(Path(source)) if is_folder(source) else Hub(str(source), endpoint)
         available = self._location.names()
-        chosen = available
         if revisions is not None:
-            chosen = [name for name in revisions if name in available]
-            unknown = sorted(set(revisions) - set(available))
-            self.faults = tuple(_unknown_revision(self.source, name, available) for name in unknown)
-        self._members, without_step, faults = _in_training_order(chosen, pattern)
-        self.faults += faults
-        if revisions is not None and len(chosen) == 1:  # a single revision needs no step in its name
-            self._members = self._members or [(0, chosen[0])]
-        elif revisions is not None:
-            self.faults += tuple(_revision_without_step(name) for name in without_step)
-        if not self._members and revisions is None and pattern is None and self._location.single:
-            self._members = [(0, self._location.single)]
+            self._members = self._chosen(revisions, available, pattern)
+        else:
+            self._members = self._named_by_step(available, pattern)
         if not self._members:
             wanted = f"the revisions {', '.join(revisions)}" if revisions else "checkpoints named by their step"
             got = f"{self.source} with {', '.join(available[:8]) or 'none'}"
             raise InputError("source", f"a series with {wanted}", got, "give revisions or a pattern")
+        if isinstance(self._location, Folders):
+            folders = {name: self._location.folder(name) for name in self.names}
+            self.faults += tuple(map(_ignored_fault, unread_files(self._location.path, folders)))
+
+    def _chosen(self, revisions: Sequence[str], available: list[str], pattern: str | None) -> list[tuple[int, str]]:
+        """Return the chosen revisions in training order; those that are unknown or have no step are faults."""
+        chosen = [name for name in revisions if name in available]
+        unknown = sorted(set(revisions) - set(available))
+        self.faults += tuple(_unknown_revision(self.source, name, available) for name in unknown)
+        members, without_step, faults = _in_training_order(chosen, pattern)
+        self.faults += faults
+        if len(chosen) == 1:  # a single revision needs no step in its name
+            return members or [(0, chosen[0])]
+        self.faults += tuple(_revision_without_step(name) for name in without_step)
+        return members
+
+    def _named_by_step(self, available: list[str], pattern: str | None) -> list[tuple[int, str]]:
+        """Return the checkpoints whose names contain a step; what looks like one and is not used is a fault.
+
+        Where no name has a step, epochs are counted, and without those the folder itself may be a model. A final model
+        comes last if the state of its trainer says a step after all others.
+        """
+        members, without_step, self.faults = _in_training_order(available, pattern)
+        if pattern is not None:
+            return members
+        if not members:
+            members, without_step, faults = _in_training_order(available, "epoch")
+            self.unit, self.faults = "epoch" if members else "step", self.faults + faults
+        single = self._location.single
+        if not members and single:
+            members = [(0, single)]
+        if not members:
+            return []
+        if isinstance(self._location, Hub):
+            names = [name for name in without_step if name not in dict(members).values()]
+            self.faults += tuple(_revision_not_used(name) for name in names if FINAL.fullmatch(name) or name == "main")
+            return members
+        root = self._location.path
+        if self.unit == "step" and members != [(0, single)]:
+            members = _with_final(root, members, without_step)
+        used = {name: step for step, name in members}
+        others = [name for name in without_step if name not in used]
+        ignored = ignored_folders(root, others, used, self.unit, root_is_model=single in used)
+        self.faults += tuple(map(_ignored_fault, ignored))
+        return members
 
     def __len__(self) -> int:
         return len(self._members)
@@ -222,7 +307,33 @@ class Checkpoints(Sequence[LazyCheckpoint]):
 
     def _checkpoint(self, step: int, name: str) -> LazyCheckpoint:
         entries, folder = partial(self._location.entries, name), partial(self._location.folder, name)
-        return LazyCheckpoint(name, step, entries=entries, folder=folder, counter=self.counter)
+        places = {"entries": entries, "folder": folder, "counter": self.counter}
+        return LazyCheckpoint(name, step, **places, find_base=self._find_base)
+
+    def _find_base(self, name: str, config: LoraConfig) -> LazyCheckpoint:
+        """Return the base model of an adapter: the one given, or the local folder that the adapter names."""
+        base = self._base
+        if base is None and config.base and isinstance(self._location, Folders):
+            places = (Path(), self._location.folder(name), self._location.path)
+            base = next((place / config.base for place in places if is_folder(place / config.base)), None)
+        if base is None:
+            raise missing_base(name, config)
+        key = (str(base), config.revision)
+        if key not in self._bases:
+            self._bases[key] = self._open_base(base, config.revision or "main")
+        return self._bases[key]
+
+    def _open_base(self, base: str | Path, revision: str) -> LazyCheckpoint:
+        """Return the full model in a folder, or in a revision of a repository on the hub."""
+        location = Folders(Path(base)) if is_folder(base) else Hub(str(base), self._endpoint)
+        known = [location.single] if isinstance(location, Folders) else [revision] * (revision in location.names())
+        for name in filter(None, known):
+            entries, folder = partial(location.entries, name), partial(location.folder, name)
+            checkpoint = LazyCheckpoint(name, 0, entries=entries, folder=folder, counter=self.counter)
+            if not checkpoint.is_adapter:
+                return checkpoint
+        got = f"{base}, {'an adapter' if any(known) else 'without a model'}"
+        raise InputError("base", "a full model", got, "give the folder of the base model")
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -281,6 +392,22 @@ def _unknown_revision(source: str, name: str, available: list[str]) -> Fault:
 def _revision_without_step(name: str) -> Fault:
     message = f"the name {name!r} contains no step, so that its place in the series is unknown"
     return Fault("unordered", (name,), message, "give a pattern with a group `step`, or leave it out", (name,))
+
+
+def _revision_not_used(name: str) -> Fault:
+    message = f"the name {name!r} says no step, so that its place in the series is unknown"
+    return Fault("ignored", (name,), message, "give its name as a revision to measure it alone")
+
+
+def _ignored_fault(ignored: Ignored) -> Fault:
+    return Fault("ignored", ignored.names, ignored.message, ignored.remedy)
+
+
+def _with_final(root: Path, members: list[tuple[int, str]], names: Iterable[str]) -> list[tuple[int, str]]:
+    """Append the final model, if there is one and its trainer's state says a step after all others."""
+    steps = {name: trainer_step(root / name) for name in names if FINAL.fullmatch(name)}
+    later = sorted((step, name) for name, step in steps.items() if step is not None and step > members[-1][0])
+    return [*members, later[0]] if len(later) == 1 and holds_weights(root / later[0][1]) else members
 
 
 def _measure_or_refuse(measure: Measure, checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:

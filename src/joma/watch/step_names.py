@@ -14,11 +14,14 @@ from collections.abc import Sequence
 
 from joma.arguments import InputError
 
-# How the checkpoints of known series are named, each with the group `step`; all are tried unless a pattern is given.
+EPOCH = r"epoch[-_=]?(?P<step>\d+)"
+# How the checkpoints of known series are named, each with the group `step`. Unless a pattern is given all are tried,
+# except for epochs, which count something else than the others.
 PATTERNS = {
     "step": r"(?:global_)?step[-_]?(?P<step>\d+)",  # Pythia, and many others
     "checkpoint": r"checkpoint-(?P<step>\d+)",  # folders of the Hugging Face Trainer
     "olmo": r"(?:stage1-)?step(?P<step>\d+)-tokens\d+B",  # stage 2 counts its steps from 0 again: give a pattern for it
+    "epoch": EPOCH,
 }
 MAX_STEP = 2**63 - 1  # steps are stored as 64-bit numbers
 MATCH_SECONDS, MATCH_BYTES = 2, 1 << 30  # of computing and of memory, for a pattern from outside
@@ -46,14 +49,15 @@ def read_steps(names: Sequence[str], pattern: str | None) -> list[str | None]:
 
     Args:
         names: the names of checkpoints.
-        pattern: a regular expression, or a key of `PATTERNS`; None tries all of those.
+        pattern: a regular expression, or a key of `PATTERNS`; None tries all of those but `epoch`.
 
     >>> read_steps(["step10", "checkpoint-7", "main"], None), read_steps(["run3b"], r"run(?P<step>\d+)\w")
     (['10', '7', None], ['3'])
     """
     if pattern is not None and pattern not in PATTERNS:
         return _match_apart(names, pattern)
-    expressions = [re.compile(text) for key, text in PATTERNS.items() if pattern in (None, key)]
+    keys = [key for key in PATTERNS if key != "epoch"] if pattern is None else [pattern]
+    expressions = [re.compile(PATTERNS[key]) for key in keys]
     matches = [[match for expression in expressions if (match := expression.fullmatch(name))] for name in names]
     return [candidates[0]["step"] if candidates else None for candidates in matches]
 
