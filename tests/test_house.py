@@ -12,12 +12,16 @@ MAX_FILE, MAX_BODY, MAX_PARAMETERS = 500, 40, 8
 
 # Functions with more parameters than eight, each with the reason.
 TRITON = "a Triton kernel: its parameters are pointers, sizes and compile-time constants, which cannot be grouped"
+ATTENTION = "the arguments of attention, under our names and torch's, which users pass by name"
 MANY_PARAMETERS = {
     "kernels/entropy_triton.py: _kernel": TRITON,
     "kernels/entropy_triton.py: _step": TRITON,
     "kernels/short_triton.py: _backward": TRITON,
     "kernels/short_triton.py: _forward": TRITON,
     "kernels/short_triton.py: _load_biased": TRITON,
+    "probes/entropy.py: attention_entropy": ATTENTION,
+    "probes/entropy.py: attention_rows": ATTENTION,
+    "probes/summary.py: attention_summary": ATTENTION,
     "watch/recorder.py: __init__": "the options of `Recorder`, which users pass by name",
     "train/packed.py: _update": "the update of Adam as an equation: four tensors and its coefficients by name",
 }

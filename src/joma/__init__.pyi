@@ -14,6 +14,7 @@ from .probes.entropy import attention_entropy as attention_entropy
 from .probes.permutation import permutation_gap as permutation_gap
 from .probes.rank import stable_rank as stable_rank
 from .probes.spectrum import participation_ratio as participation_ratio
+from .probes.summary import attention_summary as attention_summary
 from .runs import open_run as open_run
 
 __version__: str

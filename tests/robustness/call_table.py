@@ -27,6 +27,14 @@ _ATTENTION = {
     "enable_gqa": "False",
     "precision": "'highest'",
 }
+_SUMMARY = _ATTENTION | {
+    "measures": "['entropy', 'sink_mass', 'top_mass', 'distance']",
+    "top": "2",
+    "sinks": "(0, -1)",
+    "softcap": "30.0",
+    "sink_logits": "[0.5, -0.5]",
+    "score_mod": "(lambda score, batch, head, query, key: score - key)",
+}
 _BLOCK = {
     "tokens": "3",
     "hidden": "2",
@@ -215,6 +223,7 @@ THEORY: dict[str, dict[str, str]] = {
 
 OTHERS: dict[str, dict[str, str]] = {
     "joma.attention_entropy": _ATTENTION,
+    "joma.attention_summary": _SUMMARY,
     "joma.permutation_gap": {
         "model": "(lambda tokens: torch.eye(9)[tokens].cumsum(dim=1))",
         "tokens": "[[1, 2, 3, 4]]",
@@ -385,6 +394,7 @@ LEFT_OUT: dict[str, str] = {
     "joma.models.ATTENTIONS": "a table",
     "joma.probes.Adjacency": RESULT,
     "joma.probes.AttentionRows": RESULT,
+    "joma.probes.AttentionSummary": RESULT,
     "joma.probes.MeasuredBounce": RESULT,
     "joma.probes.Orthogonality": RESULT,
     "joma.probes.OwnLocation": RESULT,

@@ -1,12 +1,7 @@
-"""Row entropies of attention, block by block: the matrix of all weights is never in memory.
+"""Row entropies of small scores on the CPU, block by block, and what all blocked passes share.
 
-With scores s_ij = scale · q_i·k_j + bias_ij, m their largest value so far and d = s − m, two sums over keys are enough,
-
-    z = Σ_j exp(d_ij),    a = Σ_j d_ij exp(d_ij),        H_i = ln z − a/z,    largest weight 1/z,
-
-and both follow m when it grows: a ← exp(δ) (a + δ z), z ← exp(δ) z, δ = m_old − m_new. All terms of a have one sign, so
-nothing cancels. Subtracting one vector from all keys of a head changes no entropy, and their mean is subtracted first
-wherever keys are in full precision: an offset common to all scores then costs no digits.
+The matrix of all weights is never in memory. Subtracting one vector from all keys of a head changes no entropy, and
+their mean is subtracted first wherever keys are in full precision: an offset common to all scores then costs no digits.
 """
 
 from __future__ import annotations
@@ -16,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from joma.kernels.entropy_scores import Rows, Scores, hidden
 from joma.kernels.products import exact_products
 
-HIDDEN = -1e30  # the score of a hidden key: exp gives 0, and 0 times it is still 0, which −inf would make NaN
 _COPIED_BYTES = 2**26  # of keys, queries or outputs copied at a time
 
 
@@ -55,12 +49,17 @@ def visible_keys(scores: Scores) -> Int[Tensor, "batch head query"]:
         return count.expand(batch, heads, queries)
     # An axis of stride 0 repeats one mask, which is counted once.
     mask = scores.mask[: 1 if scores.mask.stride(0) == 0 else None, : 1 if scores.mask.stride(1) == 0 else None]
-    step = max(1, _tile(scores).scores // (mask.shape[0] * mask.shape[1] * keys))
+    step = max(1, block_size(scores).scores // (mask.shape[0] * mask.shape[1] * keys))
     count = torch.cat([_count_visible(scores, mask, row[i : i + step]) for i in range(0, queries, step)], dim=-1)
     return count.expand(batch, heads, queries)
 
 
-def _tile(scores: Scores) -> BlockSize:
+def block_size(scores: Scores) -> BlockSize:
+    """Return how many scores are in memory at once on this device.
+
+    >>> block_size(Scores(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 2, 4), None, True, 1.0)).keys
+    1024
+    """
     return _TILES.get(scores.query.device.type, _TILES["cuda"])
 
 
@@ -103,6 +102,8 @@ def bounded(scores: Scores) -> Rows:
 def fits_bounded(scores: Scores) -> bool:
     """Return whether `bounded` supports these scores: Cauchy-Schwarz, with centred keys, bounds them by 30."""
     if scores.query.device.type != "cpu" or scores.mask is not None or scores.query.dtype == torch.float64:
+        return False
+    if not scores.plain:
         return False
     query, key = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (scores.query, scores.key))
     mean = torch.linalg.vector_norm(scores.key.mean(dim=-2, dtype=torch.float32), dim=-1).amax()
@@ -161,7 +162,7 @@ def _power_sums(
         if times > 1:
             left = query[:, row:].unfold(1, rows, apart)[:, :times].mT.flatten(0, 1)
             right = key[:, column:].unfold(1, columns, apart)[:, :times].flatten(0, 1)
-        s, e = _two_buffers(workspace, heads * times, rows, columns)
+        s, e = two_buffers(workspace, heads * times, rows, columns)
         torch.bmm(left, right, out=s)
         torch.exp2(s, out=e)
         if diagonal:
@@ -173,80 +174,10 @@ def _power_sums(
     return sums
 
 
-# Any scores: sums that follow the largest score
-
-
-def blocked(scores: Scores) -> Rows:
-    """Return entropy and largest weight of each row, for any mask, bias, shape and device, in float32 or float64."""
-    (batch, heads, queries, _), keys, tile = scores.query.shape, scores.key.shape[2], _tile(scores)
-    rows, columns = min(queries, tile.queries), min(keys, tile.keys)
-    results = torch.empty(2, batch, heads, queries, dtype=scores.dtype, device=scores.query.device)
-    count, pieces = head_pieces(scores, max(1, tile.scores // (rows * columns)))
-    workspace = torch.empty(2, count * rows * columns, dtype=scores.dtype, device=scores.query.device)
-    with exact_products(scores.query.device):
-        for part, shared in pieces:
-            key = centred(scores.key[shared], scores.dtype).flatten(0, 1)
-            for first in range(0, queries, rows):
-                index = (*part, slice(first, min(first + rows, queries)))
-                query = scores.query[index].to(scores.dtype) * scores.scale
-                mask = None if scores.mask is None else scores.mask[index]
-                first_row = first if scores.causal else None
-                block = _row_sums(query.flatten(0, 1), key, mask, first_row, workspace=workspace, columns=columns)
-                results[(slice(None), *index)] = block.unflatten(1, query.shape[:2])
-    return Rows(*results)
-
-
-def _row_sums(
-    query: Float[Tensor, "head row dim"],
-    key: Float[Tensor, "head key dim"],
-    mask: Shaped[Tensor, "batch group row key"] | None,
-    first_row: int | None,
-    *,
-    workspace: Float[Tensor, "two size"],
-    columns: int,
-) -> Float[Tensor, "two head row"]:
-    """Return entropy and largest weight of some rows; `first_row` is the number of the first if they are causal."""
-    heads, rows = query.shape[:2]
-    end = key.shape[1] if first_row is None else min(key.shape[1], first_row + rows)
-    largest = query.new_full((heads, rows, 1), HIDDEN)
-    z, a = torch.zeros_like(largest), torch.zeros_like(largest)
-    for start in range(0, end, columns):
-        stop = min(start + columns, end)
-        d, e = _two_buffers(workspace, heads, rows, stop - start)
-        torch.bmm(query, key[:, start:stop].mT, out=d)
-        if mask is not None:
-            _apply_mask(d.unflatten(0, mask.shape[:2]), mask[..., start:stop])
-        if first_row is not None:
-            _hide_later(d, first_row - start)
-        new = torch.maximum(largest, d.amax(dim=-1, keepdim=True))
-        shift = largest - new
-        torch.exp(d.sub_(new), out=e)
-        a = shift.exp() * (a + shift * z)
-        z = shift.exp() * z + e.sum(dim=-1, keepdim=True)
-        a += e.mul_(d).sum(dim=-1, keepdim=True)
-        largest = new
-    results = torch.stack([z.log() - a / z, 1 / z])[..., 0]
-    return results.masked_fill(largest[..., 0] <= HIDDEN / 2, torch.nan)
-
-
-def _apply_mask(d: Float[Tensor, "batch head row column"], mask: Shaped[Tensor, "batch head row column"]) -> None:
-    if mask.dtype != torch.bool:
-        d += mask
-    d.masked_fill_(hidden(mask), HIDDEN)
-
-
-def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:
-    """Hide the keys after each query; the first row sees the columns up to number `first`."""
-    start = max(0, first)
-    if start < d.shape[-1]:
-        row, column = torch.arange(d.shape[-2], device=d.device), torch.arange(start, d.shape[-1], device=d.device)
-        d[..., start:].masked_fill_(column > row[:, None] + first, HIDDEN)
-
-
 # Heads in pieces
 
 
-def _two_buffers(workspace: Float[Tensor, "two size"], *shape: int) -> tuple[Tensor, ...]:
+def two_buffers(workspace: Float[Tensor, "two size"], *shape: int) -> tuple[Tensor, ...]:
     """Return two tensors of this shape, each from the middle of one row of the workspace.
 
     Two threads split a tensor at its middle. As all shapes have the same middle, each thread stays in its own half:

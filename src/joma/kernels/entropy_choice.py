@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from joma.kernels.entropy_blocks import blocked, bounded, fits_bounded
+from joma.kernels.entropy_blocks import bounded, fits_bounded
 from joma.kernels.entropy_fused import efficient, fits_efficient, fits_flash, flash
 from joma.kernels.entropy_scores import Rows, Scores
 from joma.kernels.gpu import TRITON
+from joma.kernels.summary_blocks import blocked
 
 
 class Implementation(NamedTuple):
@@ -39,8 +40,13 @@ def rounded(scores: Scores) -> Rows:
 
 def fits_triton(scores: Scores) -> bool:
     """Return whether our Triton kernel supports these scores on this device."""
-    fits = scores.query.is_cuda and scores.query.dtype != torch.float64 and scores.query.shape[-1] <= 256
-    return fits and _compiles(scores.query.device, scores.query.dtype, scores.query.shape[-1])
+    small = scores.query.dtype != torch.float64 and scores.query.shape[-1] <= 256
+    return (
+        scores.query.is_cuda
+        and scores.plain
+        and small
+        and _compiles(scores.query.device, scores.query.dtype, scores.query.shape[-1])
+    )
 
 
 @cache

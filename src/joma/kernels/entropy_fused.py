@@ -56,7 +56,7 @@ def _flash_kernel(query: Tensor, key: Tensor, causal: bool, scale: float) -> tup
 
 def fits_efficient(scores: Scores) -> bool:
     """Return whether `efficient` supports these scores."""
-    return scores.query.is_cuda and scores.mask is None and scores.query.dtype != torch.float64
+    return scores.query.is_cuda and scores.mask is None and scores.plain and scores.query.dtype != torch.float64
 
 
 def fits_flash(scores: Scores) -> bool:

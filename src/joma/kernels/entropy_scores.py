@@ -1,24 +1,56 @@
-"""The scores of attention whose row entropies the kernels return, and a plain version: the whole matrix in float64."""
+"""The scores of attention whose rows the kernels measure, and a plain version: the whole matrix in float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+
+from joma.arguments import InputError, short_reason
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The arguments of scaled dot-product attention, whose softmax is measured; query heads may share a key head."""
+    """The arguments of scaled dot-product attention, whose softmax is measured; query heads may share a key head.
+
+    s_ij = score_mod(cap(scale · q_i·k_j)) + bias_ij,    cap(s) = softcap · tanh(s / softcap)
+    """
 
     query: Float[Tensor, "batch head query dim"]
     key: Float[Tensor, "batch shared key dim"]
     mask: Shaped[Tensor, "batch head query key"] | None
     causal: bool
     scale: float
+    softcap: float | None = None
+    score_mod: Callable[..., Tensor] | None = None  # of score, batch, head, query and key, as in FlexAttention
+    backwards: bool = False  # whether the last query comes first
+
+    @classmethod
+    def of_logits(cls, logits: Float[Tensor, "batch head query key"], causal: bool = False) -> Scores:
+        """Return scores that are given themselves: a bias on queries and keys of zero."""
+        zero = logits.new_zeros(())
+        batch, heads, queries, keys = logits.shape
+        return cls(zero.expand(batch, heads, queries, 1), zero.expand(batch, heads, keys, 1), logits, causal, 1.0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are scaled products plus a bias, which every kernel supports."""
+        return self.softcap is None and self.score_mod is None
+
+    @property
+    def numbers(self) -> Int[Tensor, " query"]:
+        """The number of each row's query, counted from the first query."""
+        numbers = torch.arange(self.query.shape[2], device=self.query.device)
+        return numbers.flip(0) if self.backwards else numbers
+
+    @property
+    def offset(self) -> int:
+        """The position of the first query: if there are more keys than queries, as with a cache, queries are last."""
+        return 0 if self.causal else max(0, self.key.shape[2] - self.query.shape[2])
 
     @property
     def group(self) -> int:
@@ -32,10 +64,15 @@ class Scores:
 
 
 class Rows(NamedTuple):
-    """Entropy and largest weight of each query's attention; NaN where all keys are hidden."""
+    """Measures of each query's attention, NaN where all keys are hidden; None for those that were not asked for."""
 
     entropy: Float[Tensor, "batch head query"]
-    largest: Float[Tensor, "batch head query"] | None
+    largest: Float[Tensor, "batch head query"] | None  # the largest weight
+    log_sum: Float[Tensor, "batch head query"] | None = None  # ln Σ_j exp(s_ij)
+    largest_logit: Float[Tensor, "batch head query"] | None = None  # max_j s_ij
+    top_mass: Float[Tensor, "batch head query"] | None = None  # the weight on the heaviest keys
+    distance: Float[Tensor, "batch head query"] | None = None  # Σ_j p_ij |position of i − j|
+    visible: Int[Tensor, "batch head query"] | None = None  # None also where `visible_keys` counts them
 
 
 def hidden(mask: Shaped[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
@@ -47,21 +84,70 @@ def hidden(mask: Shaped[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
-def from_matrix(scores: Scores) -> Rows:
+def from_matrix(scores: Scores, top: int = 1) -> Rows:
     """Return the rows from the whole matrix of attention in float64, which the tests compare every kernel with.
 
-        H_i = −Σ_j p_ij ln p_ij,    p_i = softmax_j(scale · q_i·k_j + bias_ij)
+        H_i = −Σ_j p_ij ln p_ij,    p_i = softmax_j(s_ij)
 
     >>> from_matrix(Scores(torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4), None, True, 1.0)).entropy
     tensor([[[0.0000, 0.6931]]], dtype=torch.float64)
     """
-    key = scores.key.double().repeat_interleave(scores.group, dim=1)
-    logits = scores.scale * scores.query.double() @ key.mT
-    visible = torch.ones_like(logits, dtype=torch.bool)
-    if scores.causal:
-        visible = visible.tril()
+    logits = logit_matrix(scores)
+    seen = logits.isfinite().any(dim=-1)
+    p = logits.softmax(dim=-1)  # NaN in a row without a key
+    position = scores.offset + scores.numbers
+    distance = (position[:, None] - torch.arange(p.shape[-1], device=p.device)).abs()
+    return Rows(
+        torch.special.entr(p).sum(dim=-1),
+        p.amax(dim=-1),
+        logits.logsumexp(dim=-1).where(seen, torch.nan),
+        logits.amax(dim=-1).where(seen, torch.nan),
+        p.topk(min(top, p.shape[-1]), dim=-1).values.sum(dim=-1),
+        (p * distance).sum(dim=-1),
+        (logits > -torch.inf).sum(dim=-1),
+    )
+
+
+def logit_matrix(scores: Scores) -> Float[Tensor, "batch head query key"]:
+    """Return all scores in float64, −inf for hidden keys."""
+    logits = scores.scale * scores.query.double() @ scores.key.double().repeat_interleave(scores.group, dim=1).mT
+    if scores.softcap is not None:
+        logits = scores.softcap * (logits / scores.softcap).tanh()
+    if scores.score_mod is not None:
+        batch, heads, _, keys = (torch.arange(size, device=logits.device) for size in logits.shape)
+        logits = modified(scores.score_mod, logits, (batch, heads, scores.numbers, keys))
     if scores.mask is not None:
-        visible = visible & ~hidden(scores.mask)
         logits = logits if scores.mask.dtype == torch.bool else logits + scores.mask.double()
-    p = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)  # NaN in a row without a key
-    return Rows(torch.special.entr(p).sum(dim=-1), p.amax(dim=-1))
+        logits = logits.masked_fill(hidden(scores.mask), -torch.inf)
+    if scores.causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    return logits
+
+
+def modified(
+    score_mod: Callable[..., Tensor],
+    scores: Float[Tensor, "batch head row key"],
+    numbers: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> Float[Tensor, "batch head row key"]:
+    """Return `score_mod` of each score, −inf where it hides a key.
+
+    Args:
+        score_mod: a function of single scores, as in FlexAttention.
+        scores: its first argument.
+        numbers: those of the batches, heads, queries and keys; those of the keys may differ from row to row.
+
+    >>> zero, keys = torch.zeros(1, dtype=torch.int64), torch.arange(3)
+    >>> modified(lambda score, batch, head, query, key: score - key, torch.zeros(1, 1, 1, 3), (zero, zero, zero, keys))
+    tensor([[[[ 0., -1., -2.]]]])
+    """
+    mapped, by_row = score_mod, numbers[3].ndim == 4
+    for level in (3, 2, 1, 0):
+        axes = [0 if axis == level or (axis == 3 and by_row) else None for axis in range(4)]
+        mapped = torch.vmap(mapped, in_dims=(0, *axes))
+    try:
+        values = mapped(scores, *numbers).to(scores.dtype).expand(scores.shape)
+    except Exception as cause:  # the user's function may raise anything
+        remedy = "pass what you pass to `flex_attention`"
+        expected = "a function of a score and the numbers of its batch, head, query and key"
+        raise InputError("score_mod", expected, short_reason(cause), remedy) from cause
+    return values.masked_fill(hidden(values), -torch.inf)

@@ -1,6 +1,7 @@
 """Probes: functions of tensors that know nothing about models, so that small and large models are measured alike.
 
 - `entropy`: the entropy of attention, from its weights or from queries and keys alone.
+- `summary`: entropy and what else one may ask of attention: weights, sinks, distances, logits.
 - `rank`: the stable rank of weights.
 - `spectrum`: the stable rank and the participation ratio of hidden states.
 - `orthogonality`: the cosines between embeddings or hidden states.

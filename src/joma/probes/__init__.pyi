@@ -23,3 +23,5 @@ from .slices import SliceSimilarity as SliceSimilarity
 from .slices import own_location as own_location
 from .slices import slice_similarity as slice_similarity
 from .spectrum import participation_ratio as participation_ratio
+from .summary import AttentionSummary as AttentionSummary
+from .summary import attention_summary as attention_summary

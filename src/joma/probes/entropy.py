@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from joma.arguments import InputError, choice, flag, scalar
-from joma.kernels.entropy_blocks import visible_keys
-from joma.kernels.entropy_choice import PRECISIONS, entropy_rows
-from joma.kernels.entropy_scores import Scores
-from joma.probes.states import check_expanded, floating
-from joma.tensors import FLOATS, as_tensor, axis
+from joma.arguments import InputError
+from joma.probes.attention_call import AttentionCall, one_name
+from joma.probes.states import floating
+from joma.probes.summary import summary_rows
+from joma.tensors import axis
 
 
 class AttentionRows(NamedTuple):
@@ -59,11 +55,13 @@ def attention_entropy(
     query: ArrayLike | Tensor,
     key: ArrayLike | Tensor,
     *,
-    causal: bool = False,
+    causal: bool | None = None,
     mask: ArrayLike | Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     precision: str = "highest",
+    is_causal: bool | None = None,
+    attn_mask: ArrayLike | Tensor | None = None,
 ) -> Tensor:
     """Return the entropy of each row of scaled dot-product attention, without the attention matrix.
 
@@ -84,6 +82,7 @@ def attention_entropy(
         precision: named as in `torch.set_float32_matmul_precision`. "highest" multiplies and adds in float32 at
             least, whatever the inputs. "high" lets a GPU round float32 factors to TF32, and uses the fused attention
             kernel of half precision where our own kernel cannot run.
+        is_causal, attn_mask: torch's names of `causal` and `mask`, of each of which one name may be given.
 
     Returns:
         [*batch, head, query] in float32, or float64 for float64. NaN where all keys are hidden or there are none (see
@@ -93,20 +92,25 @@ def attention_entropy(
     >>> attention_entropy(query, key, causal=True).exp()
     tensor([[[1., 2., 3., 4.]]])
     """
-    order = choice("precision", precision, PRECISIONS)
-    batches = _batches(query, key, causal, mask, scale, grouped=enable_gqa)
-    return batches.join([entropy_rows(scores, order).entropy for scores in batches.scores])
+    causal, mask = (
+        one_name(("causal", "is_causal"), (causal, is_causal)),
+        one_name(("mask", "attn_mask"), (mask, attn_mask)),
+    )
+    call = AttentionCall(query, key, mask, causal is not None and causal, scale, enable_gqa)
+    return summary_rows(call, ("entropy",), precision=precision)["entropy"]
 
 
 def attention_rows(
     query: ArrayLike | Tensor,
     key: ArrayLike | Tensor,
     *,
-    causal: bool = False,
+    causal: bool | None = None,
     mask: ArrayLike | Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     precision: str = "highest",
+    is_causal: bool | None = None,
+    attn_mask: ArrayLike | Tensor | None = None,
 ) -> AttentionRows:
     """Return entropy, relative entropy, effective number of tokens and largest weight of each row of attention.
 
@@ -122,6 +126,7 @@ def attention_rows(
         scale: 1/√dim if not given.
         enable_gqa: whether several heads of `query` may share a head of `key`.
         precision: "highest" or "high".
+        is_causal, attn_mask: torch's names of `causal` and `mask`.
 
     Returns:
         Four tensors [*batch, head, query], NaN where all keys are hidden.
@@ -130,15 +135,13 @@ def attention_rows(
     >>> rows.relative, rows.effective, rows.largest
     (tensor([1., 1.]), tensor([4., 4.]), tensor([0.2500, 0.2500]))
     """
-    order = choice("precision", precision, PRECISIONS)
-    batches = _batches(query, key, causal, mask, scale, grouped=enable_gqa)
-    rows = [entropy_rows(scores, order, largest=True) for scores in batches.scores]
-    entropy = batches.join([batch.entropy for batch in rows])
-    largest = batches.join([cast(Tensor, batch.largest) for batch in rows])
-    visible = batches.join([visible_keys(scores) for scores in batches.scores])
-    limit = visible.to(entropy.dtype).log()
-    relative = entropy / limit.masked_fill(visible <= 1, torch.nan)
-    return AttentionRows(entropy, relative, effective_tokens(entropy), largest)
+    causal, mask = (
+        one_name(("causal", "is_causal"), (causal, is_causal)),
+        one_name(("mask", "attn_mask"), (mask, attn_mask)),
+    )
+    call = AttentionCall(query, key, mask, causal is not None and causal, scale, enable_gqa)
+    measures = ("entropy", "relative_entropy", "effective_tokens", "largest_weight")
+    return AttentionRows(*summary_rows(call, measures, precision=precision).values())
 
 
 def effective_tokens(entropy: ArrayLike | Tensor) -> Tensor:
@@ -180,166 +183,3 @@ def mean_entropy(entropy: ArrayLike | Tensor, dim: int | tuple[int, ...] = -1) -
     if len(checked) < max(1, len(axes)):
         raise InputError("dim", "axes, each once", axes, "give at least one, and none of them twice")
     return rows.nanmean(dim=sorted(checked))
-
-
-class _Batches(NamedTuple):
-    """The scores in batches of four axes; the list is empty if there are no queries or no keys."""
-
-    scores: list[Scores]
-    shape: torch.Size  # of the result
-    query: Tensor
-    reversed: bool  # whether the last query comes first
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return one number for each query from those of each batch; NaN where there is nothing to measure."""
-        if not parts:
-            dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
-            return self.query.new_full(self.shape, torch.nan, dtype=dtype)
-        rows = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).view(self.shape)
-        return rows.flip(-1) if self.reversed else rows
-
-
-def _batches(
-    queries: ArrayLike | Tensor,
-    keys: ArrayLike | Tensor,
-    causal: bool,
-    visible: ArrayLike | Tensor | None,
-    scale: float | None,
-    *,
-    grouped: bool,
-) -> _Batches:
-    """Check the arguments and split them into batches of four axes: [batch, head, length, dim]."""
-    query, key = _plain("query", queries), _plain("key", keys)
-    causal, grouped = flag("causal", causal), flag("enable_gqa", grouped)
-    mask = None if visible is None else _plain("mask", visible)
-    _check_tensors(query, key)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    if type(factor) is not float or not math.isfinite(factor):
-        factor = scalar("scale", factor)
-    query, key, backwards = query.detach(), key.detach(), False
-    lead, key_lead = _leading_axes(query.shape[:-2], key.shape[:-2], grouped)
-    query, key = query.expand(*lead, *query.shape[-2:]), key.expand(*key_lead, *key.shape[-2:])
-    offset = _causal_offset(mask, query.shape[-2], key.shape[-2])
-    if offset is not None:
-        offset = min(offset, 0) if causal else offset
-        causal, mask, backwards = offset == 0, None, offset != 0
-        if backwards:
-            query, mask = query.flip(-2), _sliding_mask(query, key.shape[-2], offset)
-    if mask is not None:
-        mask = _expanded(mask, (*lead, query.shape[-2], key.shape[-2]), query.device)
-    empty = query.numel() == 0 or key.numel() == 0
-    count = 0 if empty else torch.Size(lead[:-2]).numel()  # not flattened: an expanded mask would be copied
-    scores = [
-        Scores(_nth(query, n), _nth(key, n), None if mask is None else _nth(mask, n), causal, factor)
-        for n in range(count)
-    ]
-    return _Batches(scores, query.shape[:-1], query, backwards)
-
-
-def _causal_offset(mask: Any, queries: int, keys: int) -> int | None:
-    """Return the offset of a `CausalBias`, by which query i sees the keys up to i + offset; None for any other mask.
-
-    A `CausalBias` is a tensor without values in memory. Torch treats one that is aligned at the upper left, or
-    square, as causal attention, whatever its lengths.
-    """
-    # Not imported here, which would take a second: unless it is already, no mask can be a `CausalBias`.
-    module = sys.modules.get("torch.nn.attention.bias")
-    if module is None or not isinstance(mask, module.CausalBias):
-        return None
-    lengths = mask.seq_len_q, mask.seq_len_kv
-    if mask.variant == module.CausalVariant.UPPER_LEFT or lengths[0] == lengths[1]:
-        return 0
-    if lengths != (queries, keys):
-        got = f"one for {lengths}"
-        raise InputError("mask", f"for {queries} queries and {keys} keys", got, "create it for these lengths")
-    return keys - queries
-
-
-def _sliding_mask(query: Tensor, keys: int, offset: int) -> Tensor:
-    """Return the mask for queries in reverse order, where query n sees the keys up to n + `offset`.
-
-    For the i-th query from the end and key j it depends on i + j alone. So it is a window that slides along one line,
-    and no matrix is in memory.
-    """
-    queries = query.shape[-2]
-    line = torch.arange(max(0, queries + keys - 1), device=query.device) <= queries - 1 + offset
-    return line.unfold(0, keys, 1) if queries and keys else line.new_zeros(queries, keys)
-
-
-def _nth(tensor: Tensor, n: int) -> Tensor:
-    """Return batch `n` with four axes; the batches are counted over all axes before the last four."""
-    for size in reversed(tensor.shape[:-4]):
-        tensor, n = tensor.select(tensor.ndim - 5, n % size), n // size
-    return tensor[(None,) * (4 - tensor.ndim)]
-
-
-def _plain(name: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor) and value.is_nested:
-        raise InputError(name, "a plain tensor", "a nested one", "pad it and hide the padding with `mask`")
-    tensor = as_tensor(name, value, expected="a tensor", remedy="pass what you pass to attention")
-    if _inside_vmap(tensor):
-        remedy = "pass the mapped axis as a leading axis, without vmap"
-        raise InputError(name, "a plain tensor", "one inside vmap", remedy)
-    if name != "mask":  # a mask is never copied
-        check_expanded(name, tensor)
-    return tensor
-
-
-def _check_tensors(query: Tensor, key: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key)):
-        if tensor.dtype not in FLOATS:
-            raise InputError(name, "of float16, bfloat16, float32 or float64", tensor.dtype, "convert it first")
-        if tensor.ndim < 2 or tensor.shape[-1] == 0:
-            got = f"shape {tuple(tensor.shape)}"
-            expected, remedy = "[*batch, head, length, dim], dim at least 1", "pass what you pass to attention"
-            raise InputError(name, expected, got, remedy)
-    for key_property, query_property in (
-        (key.dtype, query.dtype),
-        (key.device, query.device),
-        (f"of width {key.shape[-1]}", f"of width {query.shape[-1]}"),
-    ):
-        if key_property != query_property:
-            raise InputError("key", f"{query_property}, as `query`", key_property, "convert one to match the other")
-
-
-def _inside_vmap(tensor: Tensor) -> bool:
-    """Return whether `torch.vmap` hides an axis of the tensor, so that its values cannot be read."""
-    functorch = cast(Any, torch._C)._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
-def _leading_axes(query: torch.Size, key: torch.Size, grouped: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the leading axes of both after broadcasting; shared heads are not broadcast."""
-    if query == key:
-        return query, key
-    if grouped:
-        if not query or not key or not key[-1] or query[-1] % key[-1] or query[-1] < key[-1]:
-            expected = f"a number of heads that divides the {query[-1] if query else 0} of `query`"
-            raise InputError("key", expected, f"leading axes {tuple(key)}", "check the head axis", must="have")
-        batch, _ = _leading_axes(query[:-1], key[:-1], grouped=False)
-        return (*batch, query[-1]), (*batch, key[-1])
-    try:
-        lead = tuple(torch.broadcast_shapes(query, key))
-    except RuntimeError:
-        expected = f"leading axes that broadcast with {tuple(query)} of `query`"
-        remedy = "align the leading axes, or pass enable_gqa=True for shared heads"
-        raise InputError("key", expected, tuple(key), remedy, must="have") from None
-    return lead, lead
-
-
-def _expanded(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    if mask.dtype != torch.bool and mask.dtype not in FLOATS:
-        raise InputError("mask", "boolean or floating", mask.dtype, "pass True where a key is visible, or a bias")
-    if mask.device != device:
-        raise InputError("mask", f"on {device}, as `query`", mask.device, "move it there")
-    try:
-        return mask.detach().expand(shape)
-    except RuntimeError:
-        got = f"shape {tuple(mask.shape)}"
-        raise InputError(
-            "mask", f"a shape that broadcasts to {shape}", got, "align it from the right", must="have"
-        ) from None

@@ -1,0 +1,232 @@
+"""Measures of attention's rows, block by block, for any scores: the matrix of all weights is never in memory.
+
+With scores s_ij, m their largest value so far and d = s − m, three sums over keys are enough,
+
+    z = Σ_j exp(d_ij),    a = Σ_j d_ij exp(d_ij),    b = Σ_j exp(d_ij) |position of i − j|,
+
+    H_i = ln z − a/z,    largest weight 1/z,    ln Σ_j exp(s_ij) = m + ln z,    mean distance b/z,
+
+and all follow m when it grows: a ← exp(δ) (a + δ z), z ← exp(δ) z, b ← exp(δ) b, δ = m_old − m_new. All terms of a sum
+have one sign, so nothing cancels. The largest scores of a row are merged with those of each block. Where the mean key
+is subtracted first (`entropy_blocks`), its score is added again to m alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from joma.kernels.entropy_blocks import BlockSize, block_size, head_pieces, two_buffers
+from joma.kernels.entropy_scores import Rows, Scores, hidden, modified
+from joma.kernels.products import exact_products
+
+HIDDEN = -1e30  # the score of a hidden key: exp gives 0, and 0 times it is still 0, which −inf would make NaN
+
+
+def blocked(scores: Scores, top: int = 0, *, distance: bool = False) -> Rows:
+    """Return the measures of each row, for any mask, bias, shape and device, in float32 or float64.
+
+    Args:
+        scores: whose softmax is measured.
+        top: of how many heaviest keys the weight is returned; 0 for none, which costs nothing.
+        distance: whether the mean distance is returned.
+    """
+    (batch, heads, queries, _), keys, tile = scores.query.shape, scores.key.shape[2], block_size(scores)
+    size = BlockSize(tile.scores, min(queries, tile.queries), min(keys, tile.keys))
+    options = {"dtype": scores.dtype, "device": scores.query.device}
+    count, pieces = head_pieces(scores, max(1, size.scores // (size.queries * size.keys)))
+    workspace = torch.empty(2, count * size.queries * size.keys, **options)
+    results = torch.empty(7, batch, heads, queries, **options)
+    with exact_products(scores.query.device):
+        for part, shared in pieces:
+            key = scores.key[shared].to(scores.dtype, copy=scores.plain)
+            mean = key.mean(dim=-2, keepdim=True) if scores.plain else key.new_zeros(*key.shape[:2], 1, key.shape[-1])
+            key = key.sub_(mean) if scores.plain else key
+            for first in range(0, queries, size.queries):
+                index = (*part, slice(first, min(first + size.queries, queries)))
+                query = scores.query[index].to(scores.dtype) * scores.scale
+                block = _RowBlock(scores, index, query.flatten(0, 1), key.flatten(0, 1))
+                sums = _RowSums(block.query, _Positions.of(scores, index[2]) if distance else None, min(top, keys))
+                block.accumulate(sums, workspace, size.keys)
+                mean_score = torch.bmm(block.query, mean.flatten(0, 1).mT)
+                results[(slice(None), *index)] = sums.measures(mean_score).unflatten(1, query.shape[:2])
+    entropy, largest, log_sum, largest_logit, top_mass, mean_distance, visible = results
+    return Rows(
+        entropy,
+        largest,
+        log_sum,
+        largest_logit,
+        top_mass if top else None,
+        mean_distance if distance else None,
+        visible.long() if scores.score_mod is not None else None,
+    )
+
+
+class _Positions(NamedTuple):
+    """The positions of some rows, and the least and the greatest of them."""
+
+    values: Float[Tensor, " row"]
+    range: tuple[int, int]
+
+    @classmethod
+    def of(cls, scores: Scores, rows: slice) -> _Positions:
+        """Return the positions of the rows of a slice."""
+        numbers = range(scores.query.shape[2])[:: -1 if scores.backwards else 1][rows]
+        ends = sorted((scores.offset + numbers[0], scores.offset + numbers[-1]))
+        return cls((scores.offset + scores.numbers[rows]).to(scores.dtype), (ends[0], ends[1]))
+
+
+class _RowSums:
+    """The sums of some rows over the keys so far; `top` is the number of the largest scores to keep."""
+
+    def __init__(self, query: Float[Tensor, "head row dim"], positions: _Positions | None, top: int) -> None:
+        self.largest = query.new_full((*query.shape[:2], 1), HIDDEN)
+        self.z, self.a, self.b, self.visible = (torch.zeros_like(self.largest) for _ in range(4))
+        self.top = query.new_full((*query.shape[:2], top), HIDDEN)
+        self.positions = positions
+
+    def add(self, d: Float[Tensor, "head row column"], e: Float[Tensor, "head row column"], start: int) -> None:
+        """Add the scores `d` of the keys from number `start` on; both tensors are overwritten."""
+        if self.top.shape[-1]:
+            block = d.topk(min(self.top.shape[-1], d.shape[-1]), dim=-1, sorted=False).values
+            self.top = torch.cat([self.top, block], dim=-1).topk(self.top.shape[-1], dim=-1, sorted=False).values
+        new = torch.maximum(self.largest, d.amax(dim=-1, keepdim=True))
+        shift = self.largest - new
+        decay = shift.exp()
+        torch.exp(d.sub_(new), out=e)
+        z = e.sum(dim=-1, keepdim=True)
+        self.a = decay * (self.a + shift * self.z)
+        self.z = decay * self.z + z
+        self.a += d.mul_(e).sum(dim=-1, keepdim=True)
+        self.largest = new
+        if self.positions is not None:
+            self.b = decay * self.b + self._distances(e, z, start)
+
+    def _distances(
+        self, e: Float[Tensor, "head row column"], z: Float[Tensor, "head row 1"], start: int
+    ) -> Float[Tensor, "head row 1"]:
+        """Return Σ_j e_ij |position of i − j| over one block of keys, all of whose terms are positive."""
+        assert self.positions is not None
+        (low, high), position = self.positions.range, self.positions.values[:, None]
+        column = torch.arange(start, start + e.shape[-1], device=e.device, dtype=e.dtype)
+        for edge, before in ((start + e.shape[-1] - 1, True), (start, False)):
+            if low >= edge if before else high <= edge:  # all keys are on one side: a product instead of a matrix
+                return (position - edge).abs() * z + (e @ (column - edge).abs())[..., None]
+        return e.mul_((position - column).abs()).sum(dim=-1, keepdim=True)
+
+    def measures(self, mean_score: Float[Tensor, "head row 1"]) -> Float[Tensor, "seven head row"]:
+        """Return entropy, largest weight, log-sum, largest score, weight of the top keys, distance and visible keys."""
+        log_z = self.z.log()
+        top = (self.top - self.largest).exp().sum(dim=-1, keepdim=True) / self.z
+        peak = self.largest + mean_score
+        values = [log_z - self.a / self.z, 1 / self.z, peak + log_z, peak, top.clamp(max=1), self.b / self.z]
+        results = torch.stack(values)[..., 0].masked_fill(self.largest[..., 0] <= HIDDEN / 2, torch.nan)
+        return torch.cat([results, self.visible.squeeze(-1)[None]])
+
+
+@dataclass(frozen=True)
+class _RowBlock:
+    """Some rows of some heads: slices over batch, head and query, and the queries times the scale."""
+
+    scores: Scores
+    index: tuple[slice, slice, slice]
+    query: Float[Tensor, "head row dim"]
+    key: Float[Tensor, "head key dim"]
+
+    def accumulate(self, sums: _RowSums, workspace: Float[Tensor, "two size"], columns: int) -> None:
+        """Add all keys that the rows may see, `columns` at a time."""
+        heads, rows = self.query.shape[:2]
+        end = min(self.key.shape[1], self.index[2].stop) if self.scores.causal else self.key.shape[1]
+        for start in range(0, end, columns):
+            d, e = two_buffers(workspace, heads, rows, min(start + columns, end) - start)
+            self._fill(d, start)
+            if self.scores.score_mod is not None:
+                sums.visible += (d > HIDDEN / 2).sum(dim=-1, keepdim=True)
+            sums.add(d, e, start)
+
+    def _fill(self, d: Float[Tensor, "head row column"], start: int) -> None:
+        """Write the scores of the keys from number `start` on into `d`, `HIDDEN` for those that are hidden."""
+        scores, stop = self.scores, start + d.shape[-1]
+        torch.bmm(self.query, self.key[:, start:stop].mT, out=d)
+        if scores.softcap is not None:
+            d.div_(scores.softcap).tanh_().mul_(scores.softcap)
+        samples, heads, rows = self.index
+        block = d.unflatten(0, (samples.stop - samples.start, -1))
+        if scores.score_mod is not None:
+            sizes, parts = (*scores.query.shape[:2], stop), (samples, heads, slice(start, stop))
+            batch, head, key = (torch.arange(n, device=d.device)[part] for n, part in zip(sizes, parts, strict=True))
+            values = modified(scores.score_mod, block, (batch, head, scores.numbers[rows], key))
+            block.copy_(values.masked_fill_(values == -torch.inf, HIDDEN))
+        if scores.mask is not None:
+            _apply_mask(block, scores.mask[self.index][..., start:stop])
+        if scores.causal:
+            _hide_later(d, rows.start - start)
+
+
+def _apply_mask(d: Float[Tensor, "batch head row column"], mask: Shaped[Tensor, "batch head row column"]) -> None:
+    if mask.dtype != torch.bool:
+        d += mask
+    d.masked_fill_(hidden(mask), HIDDEN)
+
+
+def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:
+    """Hide the keys after each query; the first row sees the columns up to number `first`."""
+    start = max(0, first)
+    if start < d.shape[-1]:
+        row, column = torch.arange(d.shape[-2], device=d.device), torch.arange(start, d.shape[-1], device=d.device)
+        d[..., start:].masked_fill_(column > row[:, None] + first, HIDDEN)
+
+
+# The scores of chosen keys
+
+
+def chosen_scores(
+    scores: Scores, keys: list[int] | Int[Tensor, "batch head query"]
+) -> Float[Tensor, "batch head query chosen"]:
+    """Return the scores of chosen keys, −inf where they are hidden: the same keys for all rows, or one for each row.
+
+    >>> ones = torch.ones(1, 1, 3, 4)
+    >>> chosen_scores(Scores(ones, ones, None, True, 1.0), [0, 2])
+    tensor([[[[4., -inf],
+              [4., -inf],
+              [4., 4.]]]])
+    """
+    batch, heads, queries, dim = scores.query.shape
+    count = len(keys) if isinstance(keys, list) else 1
+    results = torch.empty(batch, heads, queries, count, dtype=scores.dtype, device=scores.query.device)
+    with exact_products(scores.query.device):
+        for part, shared in head_pieces(scores, batch * heads)[1]:
+            query, key = scores.query[part].to(scores.dtype), scores.key[shared]
+            if isinstance(keys, list):
+                results[part] = query @ key[:, :, keys].to(scores.dtype).mT
+            else:
+                chosen = key.gather(2, keys[part][..., None].expand(-1, -1, -1, dim)).to(scores.dtype)
+                results[part] = (query * chosen).sum(dim=-1, keepdim=True)
+    results *= scores.scale
+    numbers = (
+        torch.tensor(keys, device=results.device).expand(results.shape) if isinstance(keys, list) else keys[..., None]
+    )
+    return _completed(scores, results, numbers)
+
+
+def _completed(
+    scores: Scores, products: Float[Tensor, "batch head query chosen"], keys: Int[Tensor, "batch head query chosen"]
+) -> Float[Tensor, "batch head query chosen"]:
+    """Return the scores of scaled products with these keys, −inf for hidden ones."""
+    values = products
+    if scores.softcap is not None:
+        values = scores.softcap * (values / scores.softcap).tanh()
+    if scores.score_mod is not None:
+        batch, heads = (torch.arange(size, device=keys.device) for size in scores.query.shape[:2])
+        values = modified(scores.score_mod, values, (batch, heads, scores.numbers, keys))
+    if scores.mask is not None:
+        mask = scores.mask.gather(-1, keys)
+        values = values if mask.dtype == torch.bool else values + mask.to(values.dtype)
+        values = values.masked_fill(hidden(mask), -torch.inf)
+    if scores.causal:
+        values = values.masked_fill(keys > scores.numbers[:, None], -torch.inf)
+    return values

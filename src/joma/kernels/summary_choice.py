@@ -1,0 +1,42 @@
+"""Choose the implementation that measures attention's rows: the first that supports the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from joma.kernels.entropy_scores import Rows, Scores
+from joma.kernels.summary_blocks import blocked
+
+
+class SummarySums(Protocol):
+    """A function that returns all of `Rows`, except the weight of the top keys for `top` 0 and unwanted distances."""
+
+    def __call__(self, scores: Scores, top: int = 0, *, distance: bool = False) -> Rows:
+        """Return the measures of each row; `visible` may be None where `visible_keys` counts the same keys."""
+        ...
+
+
+class Implementation(NamedTuple):
+    """A function that measures the rows, and which scores it supports."""
+
+    rows: SummarySums
+    fits: Callable[[Scores], bool]
+
+
+# In the order of preference, by precision.
+IMPLEMENTATIONS = {"blocked": Implementation(blocked, lambda _: True)}
+ORDERS = {"highest": ("blocked",), "high": ("blocked",)}
+
+
+def summary_sums(scores: Scores, precision: str, top: int = 0, *, distance: bool = False) -> Rows:
+    """Return the measures of each row by the first implementation that supports the scores.
+
+    >>> import torch
+    >>> ones = torch.ones(1, 1, 2, 4)
+    >>> summary_sums(Scores(ones, ones, None, True, 1.0), "highest", distance=True).distance
+    tensor([[[0.0000, 0.5000]]])
+    """
+    candidates = (IMPLEMENTATIONS[name] for name in ORDERS[precision])
+    implementation = next(candidate for candidate in candidates if candidate.fits(scores))
+    return implementation.rows(scores, top, distance=distance)
