@@ -159,5 +159,6 @@ def test_short_names_stay_apart() -> None:
     assert short_names(["attn"]) == ["attn"]
     assert short_names(["a.0.attn", "a.1.attn", "a.10.attn"]) == ["0", "1", "10"]
     assert short_names(["m.0.attn", "m.1.mixer.attn"]) == ["0.attn", "1.mixer.attn"]
+    assert short_names(["h.0.attn.c.weight", "h.1.fc.weight"]) == ["0.attn.c", "1.fc"]
     assert short_names(["m.attn", "m.attn[1]", "m"]) == ["m.attn", "m.attn[1]", "m"]
     assert max(map(len, short_names(["x" * 30 + ".0", "y" * 30 + ".0"]))) > MAX_LABEL

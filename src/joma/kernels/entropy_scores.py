@@ -108,19 +108,26 @@ def from_matrix(scores: Scores, top: int = 1) -> Rows:
     )
 
 
-def logit_matrix(scores: Scores) -> Float[Tensor, "batch head query key"]:
-    """Return all scores in float64, −inf for hidden keys."""
-    logits = scores.scale * scores.query.double() @ scores.key.double().repeat_interleave(scores.group, dim=1).mT
+def logit_matrix(
+    scores: Scores, heads: Int[Tensor, " head"] | None = None, rows: Int[Tensor, " row"] | None = None
+) -> Float[Tensor, "batch head row key"]:
+    """Return the scores in float64, −inf for hidden keys: of all heads and rows, or of those with these numbers."""
+    (_, head_count, row_count, _), device = scores.query.shape, scores.query.device
+    heads = torch.arange(head_count, device=device) if heads is None else heads.to(device)
+    rows = torch.arange(row_count, device=device) if rows is None else rows.to(device)
+    query, key = scores.query[:, heads][:, :, rows].double(), scores.key[:, heads // scores.group].double()
+    logits, numbers = scores.scale * query @ key.mT, scores.numbers[rows]
+    batch, keys = (torch.arange(size, device=device) for size in (logits.shape[0], logits.shape[-1]))
     if scores.softcap is not None:
         logits = scores.softcap * (logits / scores.softcap).tanh()
     if scores.score_mod is not None:
-        batch, heads, _, keys = (torch.arange(size, device=logits.device) for size in logits.shape)
-        logits = modified(scores.score_mod, logits, (batch, heads, scores.numbers, keys))
+        logits = modified(scores.score_mod, logits, (batch, heads, numbers, keys))
     if scores.mask is not None:
-        logits = logits if scores.mask.dtype == torch.bool else logits + scores.mask.double()
-        logits = logits.masked_fill(hidden(scores.mask), -torch.inf)
+        mask = scores.mask[:, heads][:, :, rows]
+        logits = logits if mask.dtype == torch.bool else logits + mask.double()
+        logits = logits.masked_fill(hidden(mask), -torch.inf)
     if scores.causal:
-        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+        logits = logits.masked_fill(keys > numbers[:, None], -torch.inf)
     return logits
 
 

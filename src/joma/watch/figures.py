@@ -36,12 +36,14 @@ def short_names(names: Sequence[str]) -> list[str]:
     if len({len(words) for words in parts}) == 1:
         varying = [index for index, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
         return [".".join(words[index] for index in varying) for words in parts]
-    shared = 0
-    while len({words[shared] if shared < len(words) - 1 else None for words in parts}) == 1:
-        if any(shared >= len(words) - 1 for words in parts):
-            break
-        shared += 1
-    return [".".join(words[shared:]) for words in parts]
+    first, last = _shared(parts), _shared([words[::-1] for words in parts])
+    return [".".join(words[first : len(words) - last]) for words in parts]
+
+
+def _shared(parts: Sequence[Sequence[str]]) -> int:
+    """Return how many first words all have in common, at most so many that each has two words left."""
+    most = max(0, min(map(len, parts)) - 2)
+    return next((index for index in range(most) if len({words[index] for words in parts}) > 1), most)
 
 
 def draw_recording(data: xr.Dataset) -> Figure:
@@ -200,8 +202,10 @@ def _finish_over_steps(axes: Axes, data: xr.Dataset) -> None:
     else:
         axes.set_xlabel("step")
     low, high = axes.get_ylim()
-    legend = axes.legend(ncols=2, loc="upper right")
-    room = 0.16 * -(-len(legend.get_texts()) // 2)  # for the legend, which then covers no curve
+    labels = axes.get_legend_handles_labels()[1]
+    columns = 2 if max(map(len, labels), default=0) <= MAX_LABEL - 2 else 1
+    legend = axes.legend(ncols=columns, loc="upper right")
+    room = 0.14 * -(-len(labels) // columns)  # for the legend, which then covers no curve
     axes.set_ylim(max(low, 0.0) if axes.dataLim.y0 >= 0 else low, high + room * (high - low))
     for text in legend.get_texts():
         text.set_parse_math(False)
