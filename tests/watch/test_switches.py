@@ -2,73 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from joma.arguments import InputError
 from joma.watch import AttentionSwitched, attention, switches
-from tiny_models import (
-    TOKENS,
-    CausalBlock,
-    eager_entropies,
-    llama_decoder,
-    neox_decoder,
-    random_normal,
-    textbook_entropy,
-    with_large_weights,
-)
+from tiny_models import CausalBlock, random_normal, textbook_entropy, with_large_weights
 
 
 @pytest.fixture(autouse=True)
 def _no_warnings_given_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(switches, "_warned", set())
-
-
-def test_an_eager_model_uses_sdpa_inside_with_one_warning() -> None:
-    model, names = neox_decoder()
-    with_large_weights(model)
-    model.set_attn_implementation("eager")
-    plain = model(input_ids=TOKENS).logits
-    context = attention(model)
-    with pytest.warns(AttentionSwitched, match="'eager' is replaced by 'sdpa'"):
-        recording = context.__enter__()
-    assert model.config._attn_implementation == "sdpa"
-    inside = model(input_ids=TOKENS).logits
-    context.__exit__(None, None, None)
-    assert model.config._attn_implementation == "eager"
-    torch.testing.assert_close(inside, plain, atol=1e-4, rtol=1e-4)
-    assert torch.equal(model(input_ids=TOKENS).logits, plain)
-    expected = eager_entropies(model, names, input_ids=TOKENS)
-    for layer, values in expected.items():
-        mean = torch.as_tensor(recording.entropy.sel(layer=layer).values[0])
-        torch.testing.assert_close(mean, values.double().mean((0, 2)), atol=2e-5, rtol=0)
-    with attention(model):  # a second warning would be an error
-        model(input_ids=TOKENS)
-
-    def fail_inside() -> None:
-        with attention(model):
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        fail_inside()
-    assert model.config._attn_implementation == "eager"
-
-
-def test_a_model_that_cannot_use_sdpa_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = llama_decoder()
-    model.set_attn_implementation("eager")
-    monkeypatch.setattr(type(model), "_supports_sdpa", False)
-    with pytest.raises(InputError, match=r"LlamaForCausalLM with 'eager' attention .*attn_implementation='sdpa'"):
-        attention(model).__enter__()
-    assert model.config._attn_implementation == "eager"
-    old = nn.Linear(2, 2)
-    old.config = SimpleNamespace(_attn_implementation="flash_attention_2")
-    with pytest.raises(InputError, match="no `set_attn_implementation`"):
-        attention(old).__enter__()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")

@@ -3,7 +3,7 @@ from . import lightning as lightning
 from .recorder import EntropyCollapse as EntropyCollapse
 from .recorder import RankCollapse as RankCollapse
 from .recorder import Recorder as Recorder
-from .sdpa import Recording as Recording
-from .sdpa import attention as attention
+from .recording import Recording as Recording
 from .series import Checkpoints as Checkpoints
 from .switches import AttentionSwitched as AttentionSwitched
+from .watching import attention as attention

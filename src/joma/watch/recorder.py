@@ -27,7 +27,8 @@ from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.rank import stable_rank
 from joma.runs import write_recording
 from joma.stamp import provenance
-from joma.watch.sdpa import QUANTITIES, attention, check_model, check_rows
+from joma.watch.recording import DEFAULT_MEASURES, check_rows
+from joma.watch.watching import attention, check_model
 
 MAX_STACKED = 2**24  # elements that are copied at once to measure weights of the same shape together
 LOWER_MATRIX = (  # of an MLP, in GPT-NeoX, OPT, torch, Llama, Phi, GPT-2, BERT and ViT, OLMo, DistilBERT, T5
@@ -150,11 +151,12 @@ class Recorder:
             raise StateError("recorder", "has no probe yet", "call it at a step that is due")
         layers = list(dict.fromkeys(layer for measurement in self._measurements for layer in measurement.layers))
         heads = max(measurement.values.shape[-1] for measurement in self._measurements)
-        block = np.full((len(QUANTITIES), len(self._measurements), len(layers), heads), np.nan)
+        block = np.full((len(DEFAULT_MEASURES), len(self._measurements), len(layers), heads), np.nan)
         for index, measurement in enumerate(self._measurements):
             positions = [layers.index(layer) for layer in measurement.layers]
             block[:, index, positions, : measurement.values.shape[-1]] = measurement.values
-        variables = {name: (("step", "layer", "head"), values) for name, values in zip(QUANTITIES, block, strict=True)}
+        dims = ("step", "layer", "head")
+        variables = {name: (dims, values) for name, values in zip(DEFAULT_MEASURES, block, strict=True)}
         dataset = xr.Dataset(variables, {"step": self._steps, "layer": layers, "head": np.arange(heads)})
         if self.weights:
             dataset = dataset.assign_coords(weight=list(self.weights))

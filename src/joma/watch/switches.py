@@ -1,7 +1,7 @@
-"""Make a model call `scaled_dot_product_attention` eagerly while it is watched, and restore it afterwards.
+"""Make a model's attention visible while it is watched, and restore the model afterwards.
 
-Three kinds of models make no such call that can be intercepted: torch's Transformer modules on their fused fast path,
-Hugging Face models with another implementation of attention, and compiled models.
+Two kinds of models make no call that can be intercepted: torch's Transformer modules on their fused fast path, and
+compiled models.
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ import sys
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from joma.arguments import InputError, short_reason
-
-OTHER_IMPLEMENTATIONS = ("eager", "flex_attention", "flash_attention")  # of Hugging Face models, instead of SDPA
 _warned: set[str] = set()
 
 
@@ -52,46 +48,6 @@ def without_compilation(modules: Collection[nn.Module]) -> Iterator[None]:
         _warn_once("compiled", "a compiled model runs eagerly while attention is watched")
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextmanager
-def hugging_face_with_sdpa(modules: Collection[nn.Module]) -> Iterator[None]:
-    """Switch Hugging Face models with another implementation of attention to SDPA."""
-    before: list[tuple[Any, str]] = []
-    seen_configs: set[int] = set()
-    for module in modules:
-        config = module.__dict__.get("config")  # `getattr` would also search parameters, buffers and submodules
-        name = getattr(config, "_attn_implementation", None)
-        if isinstance(name, str) and id(config) not in seen_configs:
-            seen_configs.add(id(config))
-            before.append((module, name))
-    others = [(module, name) for module, name in before if name.startswith(OTHER_IMPLEMENTATIONS) or "/" in name]
-    try:
-        for module, name in others:
-            _switch_to_sdpa(module, name)
-        if others:
-            names = ", ".join(sorted({name for _, name in others}))
-            _warn_once(f"from {names}", f"attention {names!r} is replaced by 'sdpa' while attention is watched")
-        yield
-    finally:
-        for module, name in before if others else ():  # outer modules first: each also sets its submodules
-            if module.config._attn_implementation != name:
-                module.set_attn_implementation(name)
-
-
-def _switch_to_sdpa(module: Any, name: str) -> None:
-    """Set `module` to SDPA through the public interface of transformers, or raise an error."""
-    reason = "it has no `set_attn_implementation`"
-    try:
-        if hasattr(module, "set_attn_implementation"):
-            module.set_attn_implementation("sdpa")
-            reason = "it does not follow transformers' attention interface"
-    except (ValueError, ImportError) as cause:
-        reason = short_reason(cause)
-    if module.config._attn_implementation != "sdpa":
-        got = f"{type(module).__name__} with {name!r} attention ({reason})"
-        remedy = "load it with `attn_implementation='sdpa'`; a model without SDPA can only be measured from its weights"
-        raise InputError("model", "one whose attention can be switched to SDPA", got, remedy)
 
 
 def _warn_once(key: str, message: str, exception: str = ",") -> None:

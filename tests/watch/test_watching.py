@@ -33,7 +33,7 @@ from tiny_models import (
 
 @pytest.fixture(autouse=True)
 def _warnings_given_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switches, "_warned", {"fast path", "compiled", "from eager"})
+    monkeypatch.setattr(switches, "_warned", {"fast path", "compiled"})
 
 
 def hook_counts(model: nn.Module) -> list[tuple[int, ...]]:
@@ -196,7 +196,7 @@ def test_another_thread_is_not_recorded() -> None:
 
 def test_a_model_without_attention_is_an_error_at_the_end_of_the_context() -> None:
     model = nn.Linear(2, 2)
-    message = "`model` must call scaled-dot-product attention, got Linear, which does not"
+    message = "`model` must compute attention, got Linear, which does not; call the model itself"
     with pytest.raises(InputError, match=message), attention(model):
         model(torch.zeros(1, 2))
     leave_by_error(model, torch.zeros(1, 2))  # the error at the end does not hide another one
@@ -287,7 +287,7 @@ def test_a_wrong_type_of_model_or_rows_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_bad_arguments_are_named() -> None:
     model = CausalBlock(bound_at_import)
-    with pytest.raises(InputError, match="`reduce` must be one of mean, none, got 'meen'"):
+    with pytest.raises(InputError, match="`reduce` must be one of mean, batch, none, got 'meen'"):
         attention(model, reduce="meen").__enter__()
     with pytest.raises(InputError, match="`precision` must be one of highest, high"):
         attention(model, precision="low").__enter__()

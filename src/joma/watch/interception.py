@@ -1,0 +1,176 @@
+"""See the attention of a model while it runs, whatever name its modules have bound the function to.
+
+A `TorchFunctionMode` sees each call of `scaled_dot_product_attention`, and each softmax of modules that compute their
+own weights. The measures are computed from the arguments, and the call proceeds unchanged, so that the outputs are the
+same bits.
+`torch.nn.functional.multi_head_attention_forward` hides its call from modes; a copy of it runs instead, the same code
+with two of its global names bound to ours. A mode belongs to one thread: calls from other threads (`nn.DataParallel`)
+run normally and are not recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from joma.arguments import InputError
+from joma.probes.summary import AttentionCall, summary_rows
+from joma.watch.recording import Recording
+from joma.watch.softmaxes import SOFTMAXES, Softmaxes, Use, attention_logits, head_count
+
+_SDPA = F.scaled_dot_product_attention
+_MULTI_HEAD = F.multi_head_attention_forward
+_SUBTRACTIONS = (torch.sub, Tensor.sub, torch.subtract, Tensor.subtract)
+_local = threading.local()
+
+
+class Interceptor(TorchFunctionMode):
+    """The mode of a thread, shared by all contexts that are open in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recordings: list[Recording] = []
+        self.softmaxes = Softmaxes()
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            _SDPA: self._attend,
+            _MULTI_HEAD: self._multi_head_attention,
+            **{function: partial(self._softmax, function) for function in SOFTMAXES},
+            **{function: partial(self._subtract, function) for function in _SUBTRACTIONS},
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types  # this method is short because a pass calls it hundreds of times
+        handler = self._handlers.get(func, func)
+        result = handler(*args, **kwargs) if kwargs else handler(*args)
+        if self.softmaxes and handler is func:
+            use = self.softmaxes.follow(func, args, kwargs, result)
+            if use is not None:
+                self._measure_softmax(use)
+        return result
+
+    @property
+    def active(self) -> list[Recording]:
+        """The recordings of models that are being called."""
+        return [recording for recording in self.recordings if recording.active]
+
+    def measure(self, call: AttentionCall, depths: Mapping[Recording, int] | None = None) -> None:
+        """Add the measures of an attention to each active recording; recordings with equal options share them.
+
+        `depths` says how deep in the stack of calls the module is that computes it; the innermost if not given.
+        """
+        active = self.active
+        if not active:
+            return
+        tensor = cast(Tensor, call.query if call.logits is None else call.logits)
+        keys = cast(Tensor, call.key).shape[-2] if call.logits is None else call.logits.shape[-1]
+        with _without_autocast(tensor.device.type):
+            for options in {recording.options: None for recording in active}:
+                recordings = [recording for recording in active if recording.options == options]
+                names, top, sinks, precision = options
+                try:
+                    rows = summary_rows(call, names, top=top, sinks=sinks, precision=precision)
+                except InputError as error:  # if torch cannot compute it either, the call raises its own error
+                    for recording in recordings:
+                        recording.refuse(error)
+                    continue
+                values = {name: _three_axes(row) for name, row in rows.items()}
+                for recording in recordings:
+                    recording.record(call, values, keys, (depths or {}).get(recording, 0))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Record the measures, then call SDPA with the same arguments."""
+        arguments = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        options = {name: arguments[name] for name in ("scale", "enable_gqa") if name in arguments}
+        causal, mask = arguments.get("is_causal", False), arguments.get("attn_mask")
+        self.measure(AttentionCall(query, key, mask=mask, causal=causal, **options))
+        return _SDPA(query, key, value, *args, **kwargs)
+
+    def _multi_head_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *args: Any, **kwargs: Any
+    ):
+        """Run `multi_head_attention_forward` with its SDPA and its softmax replaced by ours."""
+
+        def softmax(logits: Tensor, dim: int) -> Tensor:
+            """Measure the logits: with `need_weights` SDPA is not called."""
+            self.measure(AttentionCall(logits=logits.unflatten(0, (-1, heads))))
+            return F.softmax(logits, dim=dim)
+
+        replaced = {
+            "scaled_dot_product_attention": self._attend,
+            "softmax": softmax,
+            "has_torch_function": lambda _: False,
+        }
+        original = cast(FunctionType, _MULTI_HEAD)
+        copy = FunctionType(original.__code__, {**original.__globals__, **replaced}, None, original.__defaults__)
+        copy.__kwdefaults__ = original.__kwdefaults__
+        return copy(query, key, value, width, heads, *args, **kwargs)
+
+    def _softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute a softmax, and follow its result if it may be attention."""
+        weights = func(*args, **kwargs)
+        active = self.active
+        if active:
+            logits = args[0] if args else kwargs["input"]
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if isinstance(dim, int) and logits.ndim > 2:
+                stacks = {recording: recording.call_stack for recording in active}
+                self.softmaxes.add(logits, weights, dim, stacks)
+        return weights
+
+    def _subtract(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        result = func(*args, **kwargs)
+        self.softmaxes.note_shift(args, result)
+        return result
+
+    def _measure_softmax(self, use: Use) -> None:
+        """Measure a softmax that has averaged values, as attention of the module that called both."""
+        depths: dict[Recording, int] = {}
+        heads = None
+        for recording, before in use.softmax.context.items():
+            now = recording.call_stack
+            common = [frame for frame, other in zip(before, now, strict=False) if frame is other]
+            depths[recording] = len(common)
+            heads = heads or head_count(frame.module for frame in reversed(common))
+        logits, sinks = attention_logits(use, heads)
+        self.measure(AttentionCall(logits=logits, sink_logits=sinks), depths)
+
+
+def _three_axes(rows: Tensor) -> Tensor:
+    """Return measures [*batch, head, query] with three axes; further axes are batch."""
+    rows = rows if rows.ndim > 2 else rows.unsqueeze(-2)  # one head
+    return (rows if rows.ndim > 2 else rows[None]).flatten(0, -3)
+
+
+def _without_autocast(device: str) -> Any:
+    """Return a context without autocast; checking whether it is needed is cheaper than entering it."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+@contextmanager
+def interception(recording: Recording) -> Iterator[None]:
+    """Add `recording` to the thread's interceptor, which is active as long as it has any recording."""
+    mode = getattr(_local, "interceptor", None)
+    if mode is None:
+        mode = _local.interceptor = Interceptor()
+    if not mode.recordings:
+        mode.__enter__()
+    mode.recordings.append(recording)
+    recording.pass_ended.append(mode.softmaxes.clear)
+    try:
+        yield
+    finally:
+        mode.recordings.remove(recording)
+        mode.softmaxes.clear()
+        if not mode.recordings:
+            mode.__exit__(None, None, None)

@@ -1,0 +1,278 @@
+"""What `joma.watch.attention` returns: the measures of each layer's attention for each forward pass."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from joma.arguments import InputError, StateError, choice
+from joma.kernels.entropy_choice import PRECISIONS
+from joma.probes.summary import MEASURES, AttentionCall, Sinks, check_measures
+
+REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # axes of [measure, layer, batch, head, query]
+    "mean": ((2, 4), ("head",)),
+    "batch": ((2,), ("head", "query")),
+    "none": ((), ("batch", "head", "query")),
+}
+DEFAULT_MEASURES = ("entropy", "effective_tokens")
+
+
+@dataclass(slots=True)
+class Frame:
+    """A module that is being called."""
+
+    name: str
+    module: nn.Module
+
+
+@dataclass(slots=True)
+class _Pending:
+    """The measures of one call, not yet reduced."""
+
+    values: dict[str, Float[Tensor, "batch head query"]]
+    rows: Bool[Tensor, "batch query"] | None
+
+    def kind(self) -> tuple[object, ...]:
+        """Return what calls must have in common to be reduced in one batch."""
+        value = next(iter(self.values.values()))
+        return value.shape, value.dtype, value.device, id(self.rows)
+
+
+class Recording:
+    """The results of `attention`: the measures of each layer for each forward pass, in the order of the calls.
+
+    Attributes:
+        measures: the names of the measures.
+        rows: as given to `attention`; may be changed between forward passes.
+        longest: the number of keys in the longest attention recorded.
+        refused: the error that explains why a call was not recorded, the first one if there are several, or None.
+        listeners: functions that are called with the layer and the `AttentionCall` of each attention recorded.
+        pass_started, pass_ended: functions that are called when a pass begins, and when the outermost module returns.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        measures: str | Sequence[str] = DEFAULT_MEASURES,
+        top: int = 8,
+        sinks: Sinks = 0,
+        precision: str = "highest",
+        reduce: str = "mean",
+        rows: Tensor | None = None,
+    ) -> None:
+        choice("precision", precision, PRECISIONS)
+        self.measures = check_measures(measures)
+        self.top, self.sinks = top, sinks
+        self.precision, self.rows = precision, check_rows(rows)
+        self.longest = 0
+        self.refused: InputError | None = None
+        self.listeners: list[Callable[[str, AttentionCall], None]] = []
+        self.pass_started: list[Callable[[], None]] = []
+        self.pass_ended: list[Callable[[], None]] = []
+        self._axes, self._dims = choice("reduce", reduce, REDUCTIONS)
+        self._model_name = type(model).__name__
+        self._passes: list[dict[str, Tensor]] = []  # for each layer [measure, *reduced], in the order of `_stored`
+        self._pending: dict[str, _Pending] = {}  # of the current pass
+        self._call_stack: list[Frame] = []
+        self._entry_modules: set[str] = set()  # modules that were called from outside during the current pass
+        self._thread = threading.get_ident()
+        self._computed = tuple(name for name in MEASURES if name in self.measures and name != "effective_tokens")
+        if "effective_tokens" in self.measures and "entropy" not in self.measures:
+            self._computed = ("entropy", *self._computed)
+        maxima = [name for name in self._computed if MEASURES[name].reduction == "maximum"]
+        self._computed = (*(name for name in self._computed if name not in maxima), *maxima)
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The measures to compute and how: recordings with the same options share one computation."""
+        return self._computed, self.top, self.sinks, self.precision
+
+    @property
+    def passes(self) -> list[dict[str, Tensor]]:
+        """The first measure by layer for each pass, on the model's device: [head], or [batch, head, query], …"""
+        self._reduce_pending()
+        index = self._stored.index(self.measures[0])
+        return [{layer: values[index] for layer, values in layers.items()} for layers in self._passes if layers]
+
+    @property
+    def entropy(self) -> xr.DataArray:
+        """The entropy in nats, with dims pass, layer, head (and batch, query if not reduced)."""
+        return self.dataset().entropy
+
+    @property
+    def effective_tokens(self) -> xr.DataArray:
+        """The effective number of tokens attended to: exp(entropy) of each row, then reduced like the entropy."""
+        return self.dataset().effective_tokens
+
+    def dataset(self) -> xr.Dataset:
+        """Return a labelled Dataset, a variable per measure; NaN where a layer has fewer heads or was not called."""
+        layers, block = self.arrays()
+        dims = ("pass", "layer", *self._dims)
+        sizes = dict(zip(dims, block.shape[1:], strict=True))
+        coordinates = {dim: np.arange(sizes[dim]) for dim in dims if dim != "layer"}
+        variables = {name: (dims, values) for name, values in zip(self.measures, block, strict=True)}
+        dataset = xr.Dataset(variables, {**coordinates, "layer": np.array(layers)})
+        for name in self.measures:
+            dataset[name].attrs.update(long_name=MEASURES[name].label, units=MEASURES[name].unit)
+        return dataset
+
+    def arrays(self) -> tuple[list[str], Float[np.ndarray, "measure pass layer *rest"]]:
+        """Return the names of the layers, and all measures in one array without labels."""
+        self._reduce_pending()
+        passes = [layers for layers in self._passes if layers]
+        if not passes and self.refused is not None:
+            raise self.refused
+        if not passes:
+            raise StateError("recording", "has no forward pass", "call `model(...)` inside the context")
+        names = list(dict.fromkeys(layer for layers in passes for layer in layers))
+        shapes = np.array([values.shape[1:] for layers in passes for values in layers.values()])
+        block = np.full((len(self._stored), len(passes), len(names), *shapes.max(axis=0)), np.nan)
+        for index, layers in enumerate(passes):
+            for layer, values in layers.items():
+                position = (slice(None), index, names.index(layer), *map(slice, values.shape[1:]))
+                block[position] = values.double().cpu().numpy()
+        return names, block[[self._stored.index(name) for name in self.measures]]
+
+    @property
+    def active(self) -> bool:
+        """Whether a module of the model is being called."""
+        return bool(self._call_stack) and self._in_forward_pass()
+
+    @property
+    def call_stack(self) -> tuple[Frame, ...]:
+        """The modules that are being called, the outermost first."""
+        return tuple(self._call_stack)
+
+    def enter(self, name: str, module: nn.Module) -> None:
+        """Note the call of a module.
+
+        A new pass begins when a module that has been called from outside in this pass is called from outside again.
+        """
+        if not self._in_forward_pass():
+            return
+        if not name and self._call_stack:  # left behind by an exception that the caller has caught
+            self._call_stack.clear()
+            self._pending.clear()
+        if not self._call_stack:
+            if not self._passes or name in self._entry_modules:
+                self._passes.append({})
+                self._entry_modules.clear()
+                for listener in self.pass_started:
+                    listener()
+            self._entry_modules.add(name)
+        self._call_stack.append(Frame(name, module))
+
+    def leave(self) -> None:
+        """Note the return from a module; when the outermost one returns, reduce what is pending."""
+        if self._in_forward_pass() and self._call_stack:
+            self._call_stack.pop()
+            if not self._call_stack:
+                self._reduce_pending()
+                for listener in self.pass_ended:
+                    listener()
+
+    def refuse(self, error: InputError) -> None:
+        """Warn at the first call that cannot be recorded; the call itself proceeds."""
+        if self.refused is None:
+            self.refused = error
+            warnings.warn(f"attention that cannot be measured is not recorded: {error}", stacklevel=6)
+
+    def record(
+        self, call: AttentionCall, values: dict[str, Float[Tensor, "batch head query"]], keys: int, depth: int = 0
+    ) -> None:
+        """Keep the measures of one attention of the module that is called, `depth` levels deep or the innermost."""
+        self.longest = max(self.longest, keys)
+        name = self._call_stack[depth - 1].name or self._model_name
+        recorded, index, label = self._passes[-1], 0, name
+        while label in recorded or label in self._pending:
+            index += 1
+            label = f"{name}[{index}]"
+        batch, _, queries = next(iter(values.values())).shape
+        self._pending[label] = _Pending(values, self._row_mask(name, batch, queries))
+        for listener in self.listeners:
+            listener(label, call)
+
+    def close(self) -> None:
+        """Reduce what is pending and forget the modules."""
+        self._reduce_pending()
+        self._call_stack.clear()
+        self.pass_ended.clear()
+
+    def _in_forward_pass(self) -> bool:
+        """Whether this is the thread of the context, and not the recomputation of a forward in a backward pass."""
+        return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
+
+    @property
+    def _stored(self) -> tuple[str, ...]:
+        """The measures of a reduced call, in the order in which they are stored."""
+        maxima = tuple(name for name in self._computed if MEASURES[name].reduction == "maximum")
+        derived = ("effective_tokens",) if "effective_tokens" in self.measures else ()
+        return (*(name for name in self._computed if name not in maxima), *derived, *maxima)
+
+    def _reduce_pending(self) -> None:
+        """Reduce the pending measures, those of one shape in one batch: on a GPU the calls cost more than the work."""
+        pending, self._pending = self._pending, {}
+        groups: dict[Any, list[str]] = {}
+        for label, call in pending.items():
+            groups.setdefault(call.kind(), []).append(label)
+        reduced: dict[str, Tensor] = {}
+        with torch._C.DisableTorchFunction():  # these are not calls of the model: nothing is to be intercepted
+            for labels in groups.values():
+                values = self._reduce([pending[label] for label in labels])
+                reduced.update(zip(labels, values.unbind(1), strict=True))
+        for label in pending:  # in the order of the calls
+            self._passes[-1][label] = reduced[label]
+
+    def _reduce(self, calls: list[_Pending]) -> Float[Tensor, "measure layer *reduced"]:
+        """Return the measures of calls of one shape, reduced, in the order of `_stored`."""
+        values = torch.stack([call.values[name] for name in self._computed for call in calls])
+        values = values.unflatten(0, (len(self._computed), len(calls)))
+        if calls[0].rows is not None:
+            values = values.where(calls[0].rows.to(values.device)[:, None], torch.nan)
+        means = sum(MEASURES[name].reduction == "mean" for name in self._computed)
+        parts = [values[:means]]
+        if "effective_tokens" in self.measures:
+            parts.append(values[:1].exp())  # the entropy is the first
+        parts = [_mean(torch.cat(parts) if len(parts) > 1 else parts[0], self._axes)] if means else []
+        if means < len(self._computed):
+            parts.append(_maximum(values[means:], self._axes))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _row_mask(self, layer: str, batch: int, queries: int) -> Bool[Tensor, "batch query"] | None:
+        """Return the query positions of this layer's attention that count, or None for all."""
+        del layer
+        rows = check_rows(self.rows)
+        if rows is None or rows.shape == (batch, queries):
+            return rows if rows is None or rows.dtype == torch.bool else rows.bool()
+        remedy = "give one value for each query of each sequence, or use reduce='none' and choose rows afterwards"
+        expected = f"of shape {(batch, queries)} like the recorded attention"
+        raise InputError("rows", expected, tuple(rows.shape), remedy)
+
+
+def _mean(values: Tensor, axes: tuple[int, ...]) -> Tensor:
+    return values.nanmean(dim=axes) if axes else values
+
+
+def _maximum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return the largest defined value, NaN where none is defined."""
+    if not axes or values.numel() == 0:
+        return _mean(values, axes)
+    undefined = values.isnan()
+    return values.masked_fill(undefined, -torch.inf).amax(axes).masked_fill(undefined.all(axes), torch.nan)
+
+
+def check_rows(rows: Any) -> Tensor | None:
+    """Return `rows` if it is a tensor or None, else raise an error."""
+    if rows is None or isinstance(rows, Tensor):
+        return rows
+    raise InputError("rows", "a boolean tensor [batch, query]", type(rows).__name__, "pass the `attention_mask`")

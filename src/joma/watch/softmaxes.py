@@ -1,0 +1,297 @@
+"""Find the attention of modules that compute their own weights: a softmax whose result averages values.
+
+A softmax alone may be anything: a router, a gate, the output of a classifier. Its result is followed through dropout,
+casts, masks, views and permutations until a matrix product or an einsum adds up its axis of keys. If the other factor
+has an axis of keys but no axis of queries, and is no parameter, then the softmax was attention, and its logits are
+measured. `HEAD_COUNTS` and `CHANNEL_ATTENTION` hold what is known of modules by name.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head", "h")
+Axes = tuple[tuple[int, ...], ...]  # for each axis of a tensor, the axes of the softmax that it comes from
+
+SOFTMAXES = frozenset((torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax))
+PRODUCTS: dict[Any, tuple[int, int]] = {  # the positions of the two factors among the arguments
+    torch.matmul: (0, 1),
+    Tensor.matmul: (0, 1),
+    Tensor.__matmul__: (0, 1),
+    Tensor.__rmatmul__: (1, 0),
+    torch.bmm: (0, 1),
+    Tensor.bmm: (0, 1),
+    torch.baddbmm: (1, 2),
+    Tensor.baddbmm: (1, 2),
+}
+PERMUTATIONS = frozenset(
+    (
+        torch.permute,
+        Tensor.permute,
+        torch.transpose,
+        Tensor.transpose,
+        torch.swapaxes,
+        Tensor.swapaxes,
+        torch.swapdims,
+        Tensor.swapdims,
+        torch.movedim,
+        Tensor.movedim,
+        cast(Any, Tensor).mT.__get__,
+        cast(Any, Tensor).T.__get__,
+    )
+)
+
+
+@dataclass(slots=True)
+class Softmax:
+    """A softmax that may be attention: its logits, until it is used."""
+
+    logits: Tensor
+    axis: int  # of the keys
+    version: int | None  # of the logits when the weights were computed
+    context: Any  # what the caller wants to know of the moment of the softmax
+    used: bool = False
+
+
+class _Trace(NamedTuple):
+    """A tensor that holds the weights of a softmax, possibly permuted, masked or cut."""
+
+    tensor: weakref.ref[Tensor]
+    softmax: Softmax
+    axes: Axes
+    columns: tuple[int, int]  # the first key and the end of those that are left
+
+
+class Use(NamedTuple):
+    """The use of a softmax as attention."""
+
+    softmax: Softmax
+    queries: tuple[int, ...]  # axes of the logits
+    columns: tuple[int, int]
+
+
+class Softmaxes:
+    """The softmaxes of a thread whose results have not been used yet."""
+
+    def __init__(self) -> None:
+        self._traces: dict[int, _Trace] = {}
+        self._shift: tuple[weakref.ref[Tensor], Tensor] | None = None  # logits minus their maximum, and the logits
+
+    def __bool__(self) -> bool:
+        return bool(self._traces)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._traces.clear()
+        self._shift = None
+
+    def add(self, logits: Tensor, weights: Tensor, dim: int, context: Any) -> None:
+        """Follow `weights`, the softmax of `logits` along `dim`."""
+        if not isinstance(weights, Tensor) or cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor(logits):
+            return
+        axis = dim % logits.ndim
+        if self._shift is not None and self._shift[0]() is logits:
+            logits = self._shift[1]
+        self._shift = None
+        version = None if logits.is_inference() else logits._version
+        axes = tuple((index,) for index in range(logits.ndim))
+        self._keep(weights, Softmax(logits, axis, version, context), axes, (0, logits.shape[axis]))
+
+    def note_shift(self, args: tuple[Any, ...], result: Any) -> None:
+        """Remember logits from which their maximum is subtracted before the softmax: they are what is measured."""
+        if len(args) < 2 or not isinstance(args[0], Tensor) or not isinstance(args[1], Tensor):
+            return
+        logits, maximum = args[0], args[1]
+        if logits.ndim > 3 and maximum.shape == (*logits.shape[:-1], 1) and logits.shape[-1] > 1:
+            self._shift = weakref.ref(result), logits
+
+    def follow(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
+    ) -> Use | None:
+        """Follow the weights among the arguments of a call to its result; return their use if this is one."""
+        for position, trace in self._operands(args, kwargs):
+            if func in PRODUCTS:
+                queries = _product_queries(func, args, position, trace)
+            elif func is torch.functional.einsum:
+                queries = _einsum_queries(args, position, trace)
+            else:
+                self._derive(func, args, kwargs, trace, result)
+                continue
+            if queries and not trace.softmax.used:
+                trace.softmax.used = True
+                self._forget(trace.softmax)
+                return Use(trace.softmax, queries, trace.columns)
+        return None
+
+    def _operands(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[tuple[int, _Trace]]:
+        """Yield the arguments that hold weights, with their positions; a list counts as its items."""
+        for position, argument in enumerate((*args, *(kwargs or {}).values())):
+            for offset, value in enumerate(argument if isinstance(argument, list | tuple) else (argument,)):
+                trace = self._traces.get(id(value))
+                if trace is not None and trace.tensor() is value:
+                    yield position + offset, trace
+
+    def _derive(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        trace: _Trace,
+        result: Any,
+    ) -> None:
+        """Follow the weights to `result` if it is a tensor in which each axis comes from known axes."""
+        tensor = trace.tensor()
+        if tensor is None or not isinstance(result, Tensor) or not result.is_floating_point():
+            return
+        axes, columns = trace.axes, trace.columns
+        if func in PERMUTATIONS:
+            numbered = torch.empty(*range(2, 2 + tensor.ndim), device="meta")
+            axes = tuple(axes[size - 2] for size in func(numbered, *args[1:], **(kwargs or {})).shape)
+        elif result.shape == tensor.shape:
+            pass
+        elif result.numel() == tensor.numel():
+            axes = _reshaped(axes, tensor.shape, result.shape)
+        elif result.ndim == tensor.ndim and _same_storage(result, tensor):
+            columns = _cut(trace, tensor, result)
+        else:
+            return
+        self._keep(result, trace.softmax, axes, columns)
+
+    def _keep(self, tensor: Tensor, softmax: Softmax, axes: Axes, columns: tuple[int, int]) -> None:
+        number = id(tensor)
+
+        def forget(_: object, traces: dict[int, _Trace] = self._traces) -> None:
+            traces.pop(number, None)
+
+        self._traces[number] = _Trace(weakref.ref(tensor, forget), softmax, axes, columns)
+
+    def _forget(self, softmax: Softmax) -> None:
+        for number, trace in list(self._traces.items()):
+            if trace.softmax is softmax:
+                del self._traces[number]
+
+
+def attention_logits(use: Use, heads: int | None) -> tuple[Tensor, Tensor | None]:
+    """Return the logits as [*batch, head, query, key], and one logit per head for a column that is no key, or None.
+
+    A column that is dropped after the softmax is a sink if it is the same for all rows of a head, else a key.
+    """
+    softmax = use.softmax
+    logits, queries = softmax.logits.detach(), list(use.queries)
+    if len(queries) > 1 and logits.ndim - len(queries) < 3:  # heads and queries have been merged into one axis
+        queries.remove(next((axis for axis in queries if logits.shape[axis] == heads), queries[0]))
+    others = [axis for axis in range(logits.ndim) if axis != softmax.axis and axis not in queries]
+    logits = logits.permute(*others, *queries, softmax.axis)
+    logits = logits.flatten(len(others), -2) if len(queries) > 1 else logits
+    if heads and len(others) == 1 and logits.shape[0] % heads == 0:
+        logits = logits.unflatten(0, (-1, heads))
+    elif heads and len(others) > 2 and logits.shape[len(others) - 1] * logits.shape[len(others) - 2] == heads:
+        logits = logits.flatten(len(others) - 2, len(others) - 1)
+    elif len(others) == 1:
+        logits = logits.unsqueeze(1)
+    start, stop = use.columns
+    if (start, stop) == (0, logits.shape[-1]):
+        return logits, None
+    column = torch.cat([logits[..., :start], logits[..., stop:]], dim=-1)
+    sinks = column[(0,) * (logits.ndim - 3)][:, 0, 0]
+    if column.shape[-1] > 1 or not torch.equal(column, sinks[:, None, None].expand_as(column)):
+        return logits, None
+    return logits[..., start:stop], sinks
+
+
+def head_count(modules: Iterator[nn.Module]) -> int | None:
+    """Return the number of heads by the attributes of a module, the innermost first."""
+    for module in modules:
+        for owner in (module, module.__dict__.get("config")):
+            for name in HEAD_COUNTS:
+                count = getattr(owner, name, None)
+                if type(count) is int and count > 0:
+                    return count
+    return None
+
+
+def _product_queries(func: Any, args: tuple[Any, ...], position: int, trace: _Trace) -> tuple[int, ...]:
+    """Return the axes of queries if this product adds up the keys, else ()."""
+    left, right = PRODUCTS[func]
+    if position not in (left, right) or len(args) <= max(left, right):
+        return ()
+    axes = trace.axes if position == left else (*trace.axes[:-2], *reversed(trace.axes[-2:]))
+    other = args[right if position == left else left]
+    if len(axes) < 2 or axes[-1] != (trace.softmax.axis,) or not isinstance(other, Tensor) or _is_parameter(other):
+        return ()
+    return axes[-2]
+
+
+def _einsum_queries(args: tuple[Any, ...], position: int, trace: _Trace) -> tuple[int, ...]:
+    """Return the axes of queries if this einsum adds up the keys, else ()."""
+    if not isinstance(args[0], str):
+        return ()
+    inputs, arrow, output = args[0].replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
+    if not arrow:
+        letters = inputs.replace(",", "").replace(".", "")
+        output = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    own = terms.pop(position - 1)
+    others = [term for term, operand in zip(terms, _without(operands, position - 1), strict=True)]
+    values = [operand for operand in _without(operands, position - 1) if not _is_parameter(operand)]
+    before, _, after = own.partition("...")
+    named = dict(zip(before, trace.axes, strict=False)) | dict(zip(reversed(after), reversed(trace.axes), strict=False))
+    keys = [letter for letter, origin in named.items() if origin == (trace.softmax.axis,)]
+    joined = "".join(others)
+    if len(keys) != 1 or keys[0] in output or keys[0] not in joined or not values:
+        return ()
+    queries = [origin for letter, origin in named.items() if letter not in joined and letter in output]
+    return tuple(sorted(axis for origin in queries for axis in origin))
+
+
+def _without(items: Any, index: int) -> list[Any]:
+    return [item for number, item in enumerate(items) if number != index]
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def _same_storage(result: Tensor, tensor: Tensor) -> bool:
+    return result.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+
+def _cut(trace: _Trace, tensor: Tensor, result: Tensor) -> tuple[int, int]:
+    """Return which keys a slice of the weights holds."""
+    axis = trace.axes.index((trace.softmax.axis,)) if (trace.softmax.axis,) in trace.axes else -1
+    if axis < 0 or result.shape[axis] == tensor.shape[axis]:
+        return trace.columns
+    offset = int(result.storage_offset() - tensor.storage_offset()) // max(1, tensor.stride(axis))
+    first = trace.columns[0] + offset % tensor.shape[axis]
+    return first, first + result.shape[axis]
+
+
+def _reshaped(axes: Axes, old: torch.Size, new: torch.Size) -> Axes:
+    """Return the axes after a reshape, matching groups of axes of the same product in order."""
+    result: list[tuple[int, ...]] = []
+    left, right = 0, 0
+    while right < len(new):
+        last_left, last_right = left + 1, right + 1
+        while math.prod(old[left:last_left]) != math.prod(new[right:last_right]):
+            if math.prod(old[left:last_left]) < math.prod(new[right:last_right]) and last_left < len(old):
+                last_left += 1
+            elif last_right < len(new):
+                last_right += 1
+            else:
+                break
+        group = range(left, min(last_left, len(old)))
+        longer = [index for index in group if old[index] > 1] or group  # an axis of length 1 is no part of a longer one
+        origin = tuple(axis for index in longer for axis in axes[index])
+        result += [origin if new[index] > 1 or last_right - right == 1 else () for index in range(right, last_right)]
+        left, right = last_left, last_right
+    return tuple(result)

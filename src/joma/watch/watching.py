@@ -1,0 +1,122 @@
+"""Record the attention of any model, by layer and head, while it runs.
+
+Hooks on the model's modules show which module made a call; they are removed when the context ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from joma.arguments import InputError
+from joma.probes.summary import Sinks
+from joma.watch.interception import interception
+from joma.watch.recording import DEFAULT_MEASURES, Recording
+from joma.watch.switches import without_compilation, without_fast_path
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # left out of a layer's name
+_NO_ATTENTION_REMEDY = (
+    "call the model itself, not its `forward`; a model's own attention is seen where it calls "
+    "`torch.nn.functional.scaled_dot_product_attention`, or averages values by a softmax"
+)
+
+
+def check_model(model: Any) -> nn.Module:
+    """Return `model` if it is a module whose attention calls can be intercepted, else raise an error."""
+    if not isinstance(model, nn.Module):
+        got = f"{type(model).__name__} {model!r}" if isinstance(model, str) else type(model).__name__
+        raise InputError("model", "a `torch.nn.Module`", got, "load it first, or use `joma probe` for a name")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        remedy = "watch the original module: calls inside TorchScript cannot be intercepted"
+        raise InputError("model", "free of TorchScript", type(model).__name__, remedy)
+    return model
+
+
+@contextmanager
+def attention(
+    model: nn.Module,
+    *,
+    measures: str | Sequence[str] = DEFAULT_MEASURES,
+    top: int = 8,
+    sinks: Sinks = 0,
+    precision: str = "highest",
+    reduce: str = "mean",
+    rows: Tensor | None = None,
+) -> Iterator[Recording]:
+    """Record entropy and other measures of attention by layer and head for every forward pass inside the context.
+
+    Works with any module that calls `scaled_dot_product_attention` or averages values by a softmax: Hugging Face models,
+    `nn.MultiheadAttention`, `nn.TransformerEncoder`, timm's, your own. It never builds an L x L matrix that the model
+    does not build itself, and the model's outputs are the same bits.
+
+    Two things are switched inside the context, with one warning each, and change outputs by rounding errors: the
+    fused fast path of `nn.MultiheadAttention` and `nn.TransformerEncoder` is off (padded rows, which it leaves at 0,
+    are then computed), and compiled models run eagerly. A call
+    that cannot be measured (nested tensors, vmap) proceeds with one warning. Dropout of attention weights is not part
+    of the entropy. What a backward pass computes again (gradient checkpointing) is not recorded twice. The device is
+    not synchronised before `.dataset()`.
+
+    Args:
+        model: the module to watch, and to call.
+        measures: names of measures of `joma.attention_summary`, such as "entropy", "sink_mass" or "distance".
+        top: the number of keys that "top_mass" adds up, at most 16.
+        sinks: the keys whose weight "sink_mass" adds up, by default the first.
+        precision: as in `joma.attention_entropy`, "highest" or "high".
+        reduce: "mean" over sequences and query positions, "batch" over sequences alone, or "none" to keep [batch, head,
+            query]. The largest logit is reduced by its maximum.
+        rows: boolean [batch, query], the query positions that count, such as a tokenizer's `attention_mask`: a mask
+            hides padding as a key, but a padded query still attends to the tokens before it. By default all query
+            positions count that may attend to any key.
+
+    Returns:
+        A `Recording`, whose `.dataset()` has dims pass, layer, head. A layer has the name of the module that made the
+        call; its second call in the same pass is `name[1]`.
+
+    >>> block = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, batch_first=True, dropout=0.0)
+    >>> with attention(block) as recording:
+    ...     out = block(torch.zeros(1, 5, 8))
+    >>> recording.entropy.sel(layer="self_attn").values
+    array([[1.6094..., 1.6094...]])
+    """
+    check_model(model)
+    options: dict[str, Any] = {"precision": precision, "reduce": reduce, "rows": rows}
+    recording = Recording(model, measures=measures, top=top, sinks=sinks, **options)
+    modules = dict(model.named_modules())
+    with ExitStack() as stack:
+        stack.enter_context(without_fast_path(modules.values()))
+        stack.enter_context(without_compilation(modules.values()))
+        stack.enter_context(_hooks(modules, recording))
+        stack.enter_context(interception(recording))
+        yield recording
+    recording.close()
+    if recording._passes and not any(recording._passes) and recording.refused is None:
+        got = f"{recording._model_name}, which does not"
+        raise InputError("model", "attention", got, _NO_ATTENTION_REMEDY, must="compute")
+
+
+@contextmanager
+def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[None]:
+    """Register hooks that notify `recording` when each module is entered and left."""
+    handles = []
+    try:
+        for name, module in modules.items():
+            if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
+                continue  # torch's elementary layers (linear maps, norms, …) do not call attention
+            layer = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+            def enter(module: nn.Module, *_: Any, layer: str = layer) -> None:
+                recording.enter(layer, module)
+
+            def leave(*_: Any) -> None:
+                recording.leave()
+
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,193 @@
+"""Attention of modules that compute their own weights: which softmaxes are attention, and what their axes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from joma.watch import attention, interception
+from tiny_models import random_normal, textbook_entropy
+
+BATCH, HEADS, LENGTH, WIDTH = 2, 3, 5, 4
+EMBEDDING = nn.Parameter(random_normal(LENGTH, WIDTH, seed=9))
+
+
+class Layer(nn.Module):
+    """A layer whose class name says nothing, and whose forward is `compute`, with queries, keys and values."""
+
+    def __init__(self, compute: Callable[..., Tensor], **attributes: object) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.compute(*inputs)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    shape = BATCH, HEADS, LENGTH, WIDTH
+    return random_normal(*shape), 3 * random_normal(*shape, seed=1), random_normal(*shape, seed=2)
+
+
+def expected_entropy() -> Tensor:
+    query, key, _ = inputs()
+    return textbook_entropy((query @ key.mT).softmax(-1))
+
+
+def method(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.mT).softmax(-1) @ value
+
+
+def cast_dropped_and_masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = F.softmax(query @ key.mT, dim=-1, dtype=torch.float64).to(value.dtype)
+    weights = nn.Dropout(0.5)(weights) * torch.ones(1, HEADS, 1, 1)
+    return torch.matmul(weights.contiguous(), value)
+
+
+def flattened(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.softmax((query @ key.mT).flatten(0, 1), dim=2)
+    return torch.bmm(weights, value.flatten(0, 1)).unflatten(0, (BATCH, HEADS))
+
+
+def viewed_after(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = nn.Softmax(dim=-1)(query @ key.mT).view(-1, LENGTH, LENGTH)
+    return torch.baddbmm(torch.zeros(1, 1, 1), weights, value.flatten(0, 1))
+
+
+def einsum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.einsum("bhij,bhjd->bihd", torch.einsum("bhid,bhjd->bhij", query, key).softmax(-1), value)
+
+
+def einsum_with_ellipsis(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.einsum("...jd, ...ij -> ...id", value, (query @ key.mT).softmax(-1))
+
+
+def heads_last(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.einsum("bhid,bhjd->bijh", query, key).softmax(2)
+    return torch.einsum("bijh,bhjd->bihd", weights, value)
+
+
+def queries_before_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.einsum("bhid,bhjd->bihj", query, key).softmax(-1)
+    return weights.transpose(1, 2) @ value
+
+
+def transposed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return value.mT @ (query @ key.mT).softmax(-1).transpose(-2, -1)
+
+
+def shifted_by_the_maximum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    logits = query @ key.mT
+    return (logits - logits.max(dim=-1, keepdim=True).values).softmax(-1) @ value
+
+
+def grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Compute all heads as one group of a key, in five axes."""
+    weights = (query[:, None] @ key[:, None].mT).softmax(-1)
+    return weights @ value[:, None]
+
+
+ATTENTIONS = [
+    method,
+    cast_dropped_and_masked,
+    flattened,
+    viewed_after,
+    einsum,
+    einsum_with_ellipsis,
+    heads_last,
+    queries_before_heads,
+    transposed,
+    shifted_by_the_maximum,
+    grouped,
+]
+
+
+@pytest.mark.parametrize("compute", ATTENTIONS, ids=lambda compute: compute.__name__)
+@pytest.mark.parametrize("grad", [False, True])
+def test_attention_is_found_by_its_use_and_has_the_entropy_of_its_weights(compute: Callable, grad: bool) -> None:
+    layer = Layer(compute, num_heads=HEADS).eval()
+    plain = layer(*inputs()) if compute is not cast_dropped_and_masked else None
+    with torch.set_grad_enabled(grad), attention(layer, measures=("entropy", "largest_logit"), reduce="none") as seen:
+        inside = layer(*(tensor.requires_grad_(grad) for tensor in inputs()))
+    assert plain is None or torch.equal(inside, plain)
+    torch.testing.assert_close(seen.passes[0]["Layer"], expected_entropy(), atol=2e-6, rtol=0)
+    query, key, _ = inputs()
+    largest = torch.as_tensor(seen.dataset().largest_logit.values[0, 0]).float()
+    torch.testing.assert_close(largest, (query @ key.mT).amax(-1))
+
+
+def router(query: Tensor, _: Tensor, value: Tensor) -> Tensor:
+    """Weigh what experts return, token by token."""
+    gates = query[:, 0].softmax(-1)
+    experts = torch.stack([value[:, 0]] * WIDTH)
+    return torch.einsum("bte,ebtd->btd", gates, experts) + (gates[..., None, :] @ experts.movedim(0, 2))[..., 0, :]
+
+
+def soft_lookup(query: Tensor, key: Tensor, _: Tensor) -> Tensor:
+    """Mix the rows of an embedding."""
+    weights = (query @ key.mT).softmax(-1)
+    return weights @ EMBEDDING + torch.einsum("bhij,jd->bhid", weights, EMBEDDING)
+
+
+def output(query: Tensor, *_: Tensor) -> Tensor:
+    return F.softmax(query, dim=-1).sum()
+
+
+@pytest.mark.parametrize("compute", [router, soft_lookup, output], ids=lambda compute: compute.__name__)
+def test_routers_lookups_and_outputs_are_no_attention(compute: Callable) -> None:
+    model = nn.ModuleList([Layer(method), Layer(compute)])
+    with attention(model) as seen:
+        for layer in model:
+            layer(*inputs())
+    assert [list(layers) for layers in seen.passes] == [["0"]]
+
+
+@pytest.mark.parametrize("columns", [slice(None, -1), slice(1, None)])
+def test_a_column_that_is_dropped_after_the_softmax_is_a_sink(columns: slice) -> None:
+    sinks = torch.tensor([0.5, 3.0, -1.0])
+
+    def with_sinks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        column = sinks.view(1, -1, 1, 1).expand(BATCH, -1, LENGTH, 1)
+        parts = [query @ key.mT, column]
+        logits = torch.cat(parts if columns.start is None else parts[::-1], dim=-1)
+        weights = (logits - logits.max(-1, keepdim=True).values).softmax(-1)
+        return weights[..., columns] @ value
+
+    layer = Layer(with_sinks)
+    query, key, value = inputs()
+    with attention(layer, measures=("entropy", "sink_mass", "largest_logit"), reduce="none") as seen:
+        layer(query, key, value)
+    logits = query @ key.mT
+    weights = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(BATCH, -1, LENGTH, 1)], -1).softmax(-1)
+    torch.testing.assert_close(seen.passes[0]["Layer"], textbook_entropy(weights), atol=2e-6, rtol=0)
+    dataset = seen.dataset()
+    torch.testing.assert_close(torch.as_tensor(dataset.sink_mass.values[0, 0]).float(), weights[..., 0])
+    torch.testing.assert_close(torch.as_tensor(dataset.largest_logit.values[0, 0]).float(), logits.amax(-1))
+
+
+def test_a_softmax_in_a_submodule_belongs_to_the_module_that_uses_it() -> None:
+    class Normalise(nn.Module):
+        def forward(self, logits: Tensor) -> Tensor:
+            return logits.softmax(-1)
+
+    normalise = Normalise()
+    model = nn.Sequential(Layer(lambda query, key, value: normalise(query @ key.mT) @ value, normalise=normalise))
+    with attention(model) as seen:
+        model[0](*inputs())
+    assert list(seen.passes[0]) == ["0"]
+
+
+def test_no_logits_are_kept_after_a_pass() -> None:
+    """A model that returns its weights, as with `output_attentions`, keeps no logits alive."""
+    layer = Layer(lambda query, key, _: (query @ key.mT).softmax(-1))
+    model = nn.ModuleList([Layer(method), layer])
+    kept = []
+    with attention(model):
+        model[0](*inputs())
+        kept.append(model[1](*inputs()))
+        assert not interception._local.interceptor.softmaxes
