@@ -230,7 +230,7 @@ def test_bad_input_is_named() -> None:
     model.norm = nn.Identity()
     with pytest.raises(InputError, match="`batch` must be sequences of at least two tokens, got 1"):
         Recorder(model, TOKENS[:, :1], ranks=False)(0)
-    with pytest.raises(InputError, match="`model` must call scaled-dot-product attention, got Linear"):
+    with pytest.raises(InputError, match="`model` must compute attention, got Linear"):
         Recorder(nn.Linear(2, 2), torch.zeros(1, 2))(0)
     with pytest.raises(StateError, match="`recorder` has no probe yet; call it at a step that is due"):
         Recorder(model, TOKENS).dataset()

@@ -73,7 +73,7 @@ class Interceptor(TorchFunctionMode):
         if not active:
             return
         tensor = cast(Tensor, call.query if call.logits is None else call.logits)
-        keys = cast(Tensor, call.key).shape[-2] if call.logits is None else call.logits.shape[-1]
+        keys = cast(Tensor, call.key).shape[-2] if call.logits is None else tensor.shape[-1]
         with _without_autocast(tensor.device.type):
             for options in {recording.options: None for recording in active}:
                 recordings = [recording for recording in active if recording.options == options]

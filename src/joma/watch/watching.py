@@ -49,7 +49,7 @@ def attention(
 ) -> Iterator[Recording]:
     """Record entropy and other measures of attention by layer and head for every forward pass inside the context.
 
-    Works with any module that calls `scaled_dot_product_attention` or averages values by a softmax: Hugging Face models,
+    Works with any module that calls `scaled_dot_product_attention` or averages values by a softmax: Hugging Face's,
     `nn.MultiheadAttention`, `nn.TransformerEncoder`, timm's, your own. It never builds an L x L matrix that the model
     does not build itself, and the model's outputs are the same bits.
 
