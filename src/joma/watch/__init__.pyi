@@ -1,5 +1,8 @@
 from . import hf as hf
 from . import lightning as lightning
+from .gradients import gradient_norms as gradient_norms
+from .hidden_states import HiddenStates as HiddenStates
+from .hidden_states import activations as activations
 from .recorder import EntropyCollapse as EntropyCollapse
 from .recorder import RankCollapse as RankCollapse
 from .recorder import Recorder as Recorder

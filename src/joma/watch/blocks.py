@@ -1,0 +1,173 @@
+"""Find the blocks of a Transformer and the attention inside each, in models of any library.
+
+The blocks are the members of the lists (`nn.ModuleList`, `nn.Sequential`) whose members contain attention: one list in
+a decoder, two in an encoder-decoder, one for each stage of a Swin Transformer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from joma.arguments import InputError
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # left out of a module's name
+LISTS = (nn.ModuleList, nn.Sequential)
+_ATTENTION_CLASS = re.compile(r"Attention|Attn|MHA")
+_ATTENTION_NAME = re.compile(r"(^|_)(attn|attention|mha)$", re.IGNORECASE)
+_REMEDY = "name them by a regular expression: `blocks=r'layers\\.\\d+$'`"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block: its module, and the names and modules of the attention inside it."""
+
+    module: nn.Module
+    attention: Mapping[str, nn.Module]
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by name; the parts that wrappers add to a name (DDP, FSDP, `torch.compile`) are left out.
+
+    A wrapper and what it wraps have one name; the wrapper, which is called first, is returned.
+
+    >>> list(named_modules(nn.DataParallel(nn.Sequential(nn.Linear(1, 1)))))
+    ['', '0']
+    """
+    clean, parents = {"": ""}, dict(model.named_modules())
+    modules: dict[str, nn.Module] = {"": model}
+    for name, module in parents.items():
+        above, _, part = name.rpartition(".")
+        if name:
+            added = part in WRAPPERS or (part == "module" and _wraps_in_parallel(parents[above]))
+            clean[name] = clean[above] if added else f"{clean[above]}.{part}".lstrip(".")
+            modules.setdefault(clean[name], module)
+    return modules
+
+
+def _wraps_in_parallel(module: nn.Module) -> bool:
+    return isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
+
+
+def find_blocks(model: nn.Module, pattern: str | None = None) -> dict[str, Block]:
+    """Return the blocks of a model by name, in the order of its modules.
+
+    Args:
+        model: any module.
+        pattern: a regular expression for the names of the blocks; of modules inside each other the outer one is taken.
+
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False)
+    >>> {name: list(block.attention) for name, block in find_blocks(encoder).items()}
+    {'layers.0': ['layers.0.self_attn'], 'layers.1': ['layers.1.self_attn']}
+    """
+    tree = _Tree(named_modules(model))
+    names = tree.in_lists() or tree.parents_of_attention() if pattern is None else _matching(tree.modules, pattern)
+    if not names:
+        got = f"{type(model).__name__}, whose lists are {tree.lists() or 'none'}"
+        raise InputError("blocks", "a list of modules that contain attention", got, _REMEDY)
+    return {name: Block(tree.modules[name], tree.attention_inside(name)) for name in names}
+
+
+def _matching(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
+    """Return the outermost modules whose names match, if they can be called."""
+    try:
+        expression = re.compile(pattern)
+    except (TypeError, re.error) as cause:
+        got = f"{pattern!r} ({cause})"
+        raise InputError("blocks", "a regular expression", got, "correct it") from None
+    matching = [name for name, module in modules.items() if name and _can_be_called(module) and expression.search(name)]
+    if not matching:
+        got = f"{pattern!r}, which matches no module"
+        known = ", ".join([name for name in modules if name][:6])
+        raise InputError("blocks", "a pattern that matches names of modules", got, f"the modules are {known} …")
+    return _outermost(matching)
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Return the names that are not inside another one; outer names come first."""
+    outermost: list[str] = []
+    for name in names:
+        if not any(_is_inside(name, outer) for outer in outermost):
+            outermost.append(name)
+    return outermost
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Return whether a module has a forward: lists have none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _is_attention(name: str, module: nn.Module) -> bool:
+    """Return whether a module with parameters is attention: by its class, or by its own name if it has submodules."""
+    by_name = bool(module._modules) and _ATTENTION_NAME.search(name.rpartition(".")[2])
+    named = _ATTENTION_CLASS.search(type(module).__name__) or by_name
+    return bool(named) and _can_be_called(module) and any(True for _ in module.parameters())
+
+
+class _Tree:
+    """The modules of a model by name, which of them are attention, and the children of each."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self.modules = modules
+        self.attention = [name for name, module in modules.items() if name and _is_attention(name, module)]
+        self.children: dict[str, list[str]] = {name: [] for name in modules}
+        for name in modules:
+            if name:
+                self.children[name.rpartition(".")[0]].append(name)
+
+    def attention_inside(self, name: str) -> dict[str, nn.Module]:
+        """Return the innermost attention modules inside a module: outer ones often add the residual stream."""
+        inside = [other for other in self.attention if _is_inside(other, name)]
+        innermost = [outer for outer in inside if not any(_is_inside(other, outer) for other in inside)]
+        return {other: self.modules[other] for other in innermost}
+
+    def in_lists(self) -> list[str]:
+        """Return the members of the outermost lists with attention, or of lists inside them that have more members."""
+        lists = {name: self._members(name) for name, module in self.modules.items() if isinstance(module, LISTS)}
+        lists = {name: members for name, members in lists.items() if members}
+        return [member for name in _outermost(lists) for member in self._longest(lists, name)]
+
+    def _members(self, name: str) -> list[str]:
+        """Return the members of a list that are blocks, [] if none contains attention.
+
+        Of a Sequential these are the members with attention: others may be embeddings or a head. Of a ModuleList they
+        are all that consist of modules: in a hybrid model some blocks have another mixer than attention.
+        """
+        children = [child for child in self.children[name] if _can_be_called(self.modules[child])]
+        with_attention = [child for child in children if self.attention_inside(child)]
+        if not with_attention or isinstance(self.modules[name], nn.Sequential):
+            return with_attention
+        return [child for child in children if self.modules[child]._modules]
+
+    def _longest(self, lists: Mapping[str, list[str]], name: str) -> list[str]:
+        """Return the members of a list, or those of the lists inside it if these are more and all contain attention.
+
+        The blocks of a Swin Transformer are inside stages; the sublayers of a T5 block are no blocks, as some have no
+        attention.
+        """
+        inner = _outermost(other for other in lists if _is_inside(other, name))
+        members = [member for other in inner for member in self._longest(lists, other)]
+        uniform = all(self.attention_inside(child) for other in inner for child in self.children[other])
+        return members if uniform and len(members) > len(lists[name]) else lists[name]
+
+    def parents_of_attention(self) -> list[str]:
+        """Return the modules that directly hold attention, in a model that has no list of blocks."""
+        parents = list(dict.fromkeys(name.rpartition(".")[0] for name in _outermost(self.attention)))
+        return parents if all(_can_be_called(self.modules[parent]) for parent in parents) else []
+
+    def lists(self) -> str:
+        """Return the lists of the model, for a message."""
+        lists = []
+        for name, module in self.modules.items():
+            if isinstance(module, LISTS) and self.children[name]:
+                classes = ", ".join(sorted({type(self.modules[child]).__name__ for child in self.children[name]}))
+                lists.append(f"{name or 'itself'} ({len(self.children[name])} x {classes})")
+        return "; ".join(lists[:4]) + (" …" if len(lists) > 4 else "")
