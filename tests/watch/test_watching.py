@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -181,17 +180,6 @@ def test_contexts_nest_on_a_model_and_its_submodule() -> None:
         assert torch.equal(values, outer.passes[0][layer])
     torch.testing.assert_close(part.passes[0]["MultiheadAttention"].mean((0, 2)), outer.passes[0]["1"])
     assert not torch._C._is_torch_function_mode_enabled()
-
-
-def test_another_thread_is_not_recorded() -> None:
-    model, x = with_large_weights(CausalBlock(bound_at_import)), random_normal(1, 4, 8)
-    with attention(model) as recording:
-        thread = threading.Thread(target=model, args=(x,))
-        thread.start()
-        thread.join()
-        assert not recording.passes
-        model(x)
-    assert len(recording.passes) == 1
 
 
 def test_a_model_without_attention_is_an_error_at_the_end_of_the_context() -> None:

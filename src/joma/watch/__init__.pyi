@@ -9,4 +9,5 @@ from .recorder import Recorder as Recorder
 from .recording import Recording as Recording
 from .series import Checkpoints as Checkpoints
 from .switches import AttentionSwitched as AttentionSwitched
+from .unseen import AttentionNotSeen as AttentionNotSeen
 from .watching import attention as attention

@@ -26,6 +26,7 @@ from joma.arguments import InputError
 from joma.probes.summary import AttentionCall, summary_rows
 from joma.watch.recording import Recording
 from joma.watch.softmaxes import SOFTMAXES, Softmaxes, Use, attention_logits, head_count
+from joma.watch.unseen import attends_to_channels
 
 _SDPA = F.scaled_dot_product_attention
 _MULTI_HEAD = F.multi_head_attention_forward
@@ -69,7 +70,7 @@ class Interceptor(TorchFunctionMode):
 
         `depths` says how deep in the stack of calls the module is that computes it; the innermost if not given.
         """
-        active = self.active
+        active = [recording for recording in self.active if not _overlooked(recording, call)]
         if not active:
             return
         tensor = cast(Tensor, call.query if call.logits is None else call.logits)
@@ -82,7 +83,7 @@ class Interceptor(TorchFunctionMode):
                     rows = summary_rows(call, names, top=top, sinks=sinks, precision=precision)
                 except InputError as error:  # if torch cannot compute it either, the call raises its own error
                     for recording in recordings:
-                        recording.refuse(error)
+                        recording.refuse(error, (depths or {}).get(recording, 0))
                     continue
                 values = {name: _three_axes(row) for name, row in rows.items()}
                 for recording in recordings:
@@ -144,6 +145,19 @@ class Interceptor(TorchFunctionMode):
             heads = heads or head_count(frame.module for frame in reversed(common))
         logits, sinks = attention_logits(use, heads)
         self.measure(AttentionCall(logits=logits, sink_logits=sinks), depths)
+
+
+def _overlooked(recording: Recording, call: AttentionCall) -> bool:
+    """Whether this attention is none that a recording measures; the recording then lists it as not seen."""
+    channels = attends_to_channels(frame.module for frame in recording.call_stack)
+    tensor = call.query if call.logits is None else call.logits
+    if channels is not None:
+        recording.overlook(f"{type(channels).__name__} attends to channels, not to positions")
+    elif isinstance(tensor, Tensor) and (tensor.is_meta or type(tensor).__name__ == "FakeTensor"):
+        recording.overlook("it ran on meta or fake tensors, which hold no values")
+    else:
+        return False
+    return True
 
 
 def _three_axes(rows: Tensor) -> Tensor:

@@ -17,12 +17,20 @@ from torch import Tensor, nn
 from joma.arguments import InputError, StateError, choice
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.summary import MEASURES, AttentionCall, Sinks, check_measures
+from joma.watch.unseen import AttentionNotSeen, Kind, describe, unseen_reason
 
 REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # axes of [measure, layer, batch, head, query]
     "mean": ((2, 4), ("head",)),
     "batch": ((2,), ("head", "query")),
     "none": ((), ("batch", "head", "query")),
 }
+_NO_ATTENTION_REMEDY = (
+    "call the model itself, not its `forward`; a model's own attention is seen where it calls "
+    "`torch.nn.functional.scaled_dot_product_attention`, or averages values by a softmax"
+)
+_NOT_SEEN_REMEDY = (
+    "let it call `torch.nn.functional.scaled_dot_product_attention`, or multiply the result of a softmax by the values"
+)
 DEFAULT_MEASURES = ("entropy", "effective_tokens")
 
 
@@ -32,6 +40,8 @@ class Frame:
 
     name: str
     module: nn.Module
+    kind: Kind | None  # if it seems to be attention
+    explained: bool = False  # whether something in it was recorded, or is listed as not seen
 
 
 @dataclass(slots=True)
@@ -54,6 +64,7 @@ class Recording:
         measures: the names of the measures.
         rows: as given to `attention`; may be changed between forward passes.
         longest: the number of keys in the longest attention recorded.
+        not_seen: for each layer that seems to be attention and was called, but not recorded, the reason.
         refused: the error that explains why a call was not recorded, the first one if there are several, or None.
         listeners: functions that are called with the layer and the `AttentionCall` of each attention recorded.
         pass_started, pass_ended: functions that are called when a pass begins, and when the outermost module returns.
@@ -75,7 +86,10 @@ class Recording:
         self.top, self.sinks = top, sinks
         self.precision, self.rows = precision, check_rows(rows)
         self.longest = 0
+        self.not_seen: dict[str, str] = {}
         self.refused: InputError | None = None
+        self._has_weights = False  # whether a module of `not_seen` has attention weights
+        self._warned: set[str] = set()  # layers of `not_seen` of which a warning has been given
         self.listeners: list[Callable[[str, AttentionCall], None]] = []
         self.pass_started: list[Callable[[], None]] = []
         self.pass_ended: list[Callable[[], None]] = []
@@ -85,7 +99,7 @@ class Recording:
         self._pending: dict[str, _Pending] = {}  # of the current pass
         self._call_stack: list[Frame] = []
         self._entry_modules: set[str] = set()  # modules that were called from outside during the current pass
-        self._thread = threading.get_ident()
+        self._thread, self._other_threads = threading.get_ident(), False
         self._computed = tuple(name for name in MEASURES if name in self.measures and name != "effective_tokens")
         if "effective_tokens" in self.measures and "entropy" not in self.measures:
             self._computed = ("entropy", *self._computed)
@@ -153,12 +167,13 @@ class Recording:
         """The modules that are being called, the outermost first."""
         return tuple(self._call_stack)
 
-    def enter(self, name: str, module: nn.Module) -> None:
-        """Note the call of a module.
+    def enter(self, name: str, module: nn.Module, kind: Kind | None = None) -> None:
+        """Note the call of a module; `kind` says what kind of attention it seems to be.
 
         A new pass begins when a module that has been called from outside in this pass is called from outside again.
         """
         if not self._in_forward_pass():
+            self._other_threads |= threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1
             return
         if not name and self._call_stack:  # left behind by an exception that the caller has caught
             self._call_stack.clear()
@@ -170,21 +185,37 @@ class Recording:
                 for listener in self.pass_started:
                     listener()
             self._entry_modules.add(name)
-        self._call_stack.append(Frame(name, module))
+        self._call_stack.append(Frame(name, module, kind))
 
-    def leave(self) -> None:
+    def leave(self, failed: bool = False) -> None:
         """Note the return from a module; when the outermost one returns, reduce what is pending."""
         if self._in_forward_pass() and self._call_stack:
+            frame = self._call_stack[-1]
+            if frame.kind is not None and not frame.explained and not failed:
+                self.overlook(unseen_reason(frame.module, frame.kind))
             self._call_stack.pop()
             if not self._call_stack:
                 self._reduce_pending()
                 for listener in self.pass_ended:
                     listener()
 
-    def refuse(self, error: InputError) -> None:
+    def overlook(self, reason: str, depth: int = 0) -> None:
+        """List the module that is called as not seen."""
+        frame = self._call_stack[depth - 1]
+        self._has_weights |= frame.kind is None or frame.kind.has_weights
+        self.not_seen.setdefault(frame.name or self._model_name, reason)
+        self._explain()
+
+    def _explain(self) -> None:
+        for frame in self._call_stack:
+            frame.explained = True
+
+    def refuse(self, error: InputError, depth: int = 0) -> None:
         """Warn at the first call that cannot be recorded; the call itself proceeds."""
+        self.overlook(error.problem, depth)
         if self.refused is None:
             self.refused = error
+            self._warned.update(self.not_seen)
             warnings.warn(f"attention that cannot be measured is not recorded: {error}", stacklevel=6)
 
     def record(
@@ -192,6 +223,7 @@ class Recording:
     ) -> None:
         """Keep the measures of one attention of the module that is called, `depth` levels deep or the innermost."""
         self.longest = max(self.longest, keys)
+        self._explain()
         name = self._call_stack[depth - 1].name or self._model_name
         recorded, index, label = self._passes[-1], 0, name
         while label in recorded or label in self._pending:
@@ -203,10 +235,30 @@ class Recording:
             listener(label, call)
 
     def close(self) -> None:
-        """Reduce what is pending and forget the modules."""
+        """Reduce what is pending, forget the modules, and warn of what was not seen."""
         self._reduce_pending()
         self._call_stack.clear()
         self.pass_ended.clear()
+        if self._other_threads:
+            message = "calls of the model from other threads are not recorded; call it in the thread of the context"
+            warnings.warn(message, AttentionNotSeen, stacklevel=4)
+        not_warned = {layer: reason for layer, reason in self.not_seen.items() if layer not in self._warned}
+        if any(self._passes) and not_warned:
+            message = f"attention was not recorded of {describe(not_warned)}; see `not_seen` of the recording"
+            warnings.warn(message, AttentionNotSeen, stacklevel=4)
+
+    def check_seen(self) -> None:
+        """Raise an error if modules were called and no attention was recorded."""
+        if not self._passes or any(self._passes) or self.refused is not None:
+            return
+        if not self.not_seen:
+            got = f"{self._model_name}, which does not"
+            raise InputError("model", "attention", got, _NO_ATTENTION_REMEDY, must="compute")
+        got = f"{self._model_name}: {describe(self.not_seen)}"
+        if self._has_weights:
+            raise InputError("model", "attention that can be measured", got, _NOT_SEEN_REMEDY, must="compute")
+        remedy = "attention measures do not apply to it, but those of its weights do, such as `joma.stable_rank`"
+        raise InputError("model", "attention", got, remedy, must="compute")
 
     def _in_forward_pass(self) -> bool:
         """Whether this is the thread of the context, and not the recomputation of a forward in a backward pass."""

@@ -17,12 +17,9 @@ from joma.probes.summary import Sinks
 from joma.watch.interception import interception
 from joma.watch.recording import DEFAULT_MEASURES, Recording
 from joma.watch.switches import without_compilation, without_fast_path
+from joma.watch.unseen import Kind, attention_kind
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # left out of a layer's name
-_NO_ATTENTION_REMEDY = (
-    "call the model itself, not its `forward`; a model's own attention is seen where it calls "
-    "`torch.nn.functional.scaled_dot_product_attention`, or averages values by a softmax"
-)
 
 
 def check_model(model: Any) -> nn.Module:
@@ -93,9 +90,7 @@ def attention(
         stack.enter_context(interception(recording))
         yield recording
     recording.close()
-    if recording._passes and not any(recording._passes) and recording.refused is None:
-        got = f"{recording._model_name}, which does not"
-        raise InputError("model", "attention", got, _NO_ATTENTION_REMEDY, must="compute")
+    recording.check_seen()
 
 
 @contextmanager
@@ -106,13 +101,13 @@ def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[N
         for name, module in modules.items():
             if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
                 continue  # torch's elementary layers (linear maps, norms, …) do not call attention
-            layer = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            layer, kind = ".".join(part for part in name.split(".") if part not in WRAPPERS), attention_kind(module)
 
-            def enter(module: nn.Module, *_: Any, layer: str = layer) -> None:
-                recording.enter(layer, module)
+            def enter(module: nn.Module, _: Any, layer: str = layer, kind: Kind | None = kind) -> None:
+                recording.enter(layer, module, kind)
 
-            def leave(*_: Any) -> None:
-                recording.leave()
+            def leave(_module: nn.Module, _args: Any, result: Any) -> None:
+                recording.leave(failed=result is None)
 
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(leave, always_call=True))
