@@ -15,7 +15,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainerCall
 
 import joma
 from joma.arguments import InputError, StateError
-from joma.watch import Recorder
+from joma.watch import ProbeFailed, Recorder
 from joma.watch.hf import EntropyCallback, _calling_trainer
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -68,16 +68,19 @@ def test_every_probe_reaches_every_log_at_its_step(tmp_path: Path) -> None:
     before, after, callback = Listener(), Listener(), EntropyCallback(at=(0, 1, 3))
     built = trainer(tmp_path, [before, callback, after])
     built.train()
-    names = {f"attention_entropy{kind}/gpt_neox.layers.{layer}.attention" for kind in ("", "_min") for layer in (0, 1)}
+    names = {f"attention_entropy{kind}/layers.{layer}" for kind in ("", "_min") for layer in (0, 1)}
     for logged in (before.logs, after.logs, [(record["step"], record) for record in built.state.log_history]):
         probes = {step: logs for step, logs in logged if names <= set(logs)}
         assert sorted(probes) == [0, 1, 3, 5]
         for step, logs in probes.items():
             probe = callback.trajectory.sel(step=step)
             for layer in probe.layer.values:
-                assert logs[f"attention_entropy/{layer}"] == pytest.approx(float(probe.entropy.sel(layer=layer).mean()))
+                number = layer.split(".")[2]
+                assert logs[f"attention_entropy/layers.{number}"] == pytest.approx(
+                    float(probe.entropy.sel(layer=layer).mean())
+                )
             for weight in probe.weight.values:
-                assert logs[f"stable_rank/{weight}"] == float(probe.stable_rank.sel(weight=weight))
+                assert logs[f"stable_rank/layers.{weight.split('.')[2]}"] == float(probe.stable_rank.sel(weight=weight))
         assert any("loss" in logs for _, logs in logged)
     assert callback.trajectory.sizes["head"] == 2
     assert len(np.unique(callback.trajectory.entropy.isel(layer=0, head=0))) == 4
@@ -129,8 +132,13 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         EntropyCallback(evry=3)
     with pytest.raises(StateError, match="`EntropyCallback` has no trajectory before training has begun; train first"):
         _ = EntropyCallback().trajectory
+    streamed = EntropyCallback()
+    with pytest.warns(ProbeFailed, match="`batch` must be given for a streamed training set"):
+        trainer(tmp_path, [streamed], data=Stream(), steps=2).train()
+    with pytest.raises(StateError, match="`EntropyCallback` could not prepare its probes; see the warning"):
+        _ = streamed.trajectory
     with pytest.raises(InputError, match="`batch` must be given for a streamed training set"):
-        trainer(tmp_path, [EntropyCallback()], data=Stream()).train()
+        trainer(tmp_path, [EntropyCallback(strict=True)], data=Stream(), steps=2).train()
     batch = {name: value[None] for name, value in EXAMPLES[0].items()}
     callback = EntropyCallback(batch, ranks=False)
     trainer(tmp_path, [callback], data=Stream(), steps=2).train()

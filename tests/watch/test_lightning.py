@@ -89,7 +89,7 @@ def test_every_probe_reaches_the_loggers_at_its_step(name: str, tmp_path: Path) 
         assert logs["attention_entropy/block.self_attn"] == pytest.approx(
             float(trajectory.entropy.sel(step=step).mean())
         )
-    assert "stable_rank/block.linear1.weight" in logged[0]
+    assert "stable_rank/block.linear1" in logged[0]
     callback.save(tmp_path / "watch.nc")
     assert joma.open_run(tmp_path / "watch.nc").entropy.equals(trajectory.entropy)
 

@@ -17,8 +17,8 @@ from joma.probes.entropy import shannon_entropy
 from joma.probes.orthogonality import cosine_orthogonality
 from joma.watch import Checkpoints, audit, configs, probing, weight_files
 from joma.watch.probing import EMBEDDING, _natural_order, measure_weights, probe
-from joma.watch.recorder import LOWER_MATRIX
 from joma.watch.store import Store
+from joma.watch.weight_ranks import LOWER_MATRIX
 from tiny_models import neox
 
 transformers = pytest.importorskip("transformers")

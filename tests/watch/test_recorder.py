@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
+import re
 import warnings
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import joma
 from joma import schedule
 from joma.arguments import InputError, StateError
-from joma.watch import EntropyCollapse, RankCollapse, Recorder
-from joma.watch.recorder import check_options, doubling, preserve_random_state
+from joma.watch import EntropyCollapse, ProbeFailed, RankCollapse, Recorder
+from joma.watch.probe_options import check_options
 
 NO_WARNINGS = {"patience": 10**6}
 
@@ -54,11 +54,6 @@ def test_the_steps_of_the_policy_are_probed_and_no_others(total: int, count: int
     assert [step for step in probed if step is not None] == [step for step in policy if step >= start]
 
 
-def test_the_default_policy_is_dense_at_the_start() -> None:
-    due = [step for step in range(5001) if doubling(step)]
-    assert due == [0, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 3000, 4000, 5000]
-
-
 def test_a_skipped_step_is_probed_at_the_next_call() -> None:
     recorder = Recorder(Model(), TOKENS, at=(0, 5, 20), ranks=False, **NO_WARNINGS)
     for step in (0, 3, 7, 9, 25):
@@ -66,8 +61,8 @@ def test_a_skipped_step_is_probed_at_the_next_call() -> None:
     assert recorder.dataset().step.values.tolist() == [0, 7, 25]
     assert recorder(25) == {}
     assert recorder.probe(25) == {}
-    with pytest.raises(InputError, match="`step` must be after the last probe, at 25, got 3"):
-        recorder.probe(3)
+    with pytest.warns(ProbeFailed, match=r"a probe failed at step 3, .*: `step` must be after the last probe, at 25"):
+        assert recorder.probe(3) == {}
 
 
 def test_the_trajectory_is_labelled_and_uniform_attention_has_its_known_entropy(tmp_path: Path) -> None:
@@ -83,7 +78,7 @@ def test_the_trajectory_is_labelled_and_uniform_attention_has_its_known_entropy(
     np.testing.assert_allclose(trajectory.entropy.sel(layer="Model", head=1), uniform, rtol=1e-5)
     np.testing.assert_allclose(trajectory.effective_tokens.sel(layer="Model", head=1), 3.0, rtol=1e-5)
     np.testing.assert_allclose(trajectory.stable_rank.sel(weight="mlp.weight", step=1), 8.0, rtol=1e-3)
-    keys = {"attention_entropy/Model", "attention_entropy_min/Model", "stable_rank/mlp.weight"}
+    keys = {"attention_entropy/Model", "attention_entropy_min/Model", "stable_rank/mlp"}
     assert set(first) == keys
     assert first["attention_entropy_min/Model"] == trajectory.entropy.sel(step=0).min()
     assert first["attention_entropy/Model"] == pytest.approx(float(trajectory.entropy.sel(step=0).mean()))
@@ -110,7 +105,7 @@ def test_a_probe_changes_no_flags_gradients_statistics_or_random_numbers() -> No
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     model.forward = lambda _: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        Recorder(model, TOKENS, **NO_WARNINGS)(0)
+        Recorder(model, TOKENS, strict=True, **NO_WARNINGS)(0)
     assert (model.training, model.drop.training, model.norm.training) == (True, True, False)
 
 
@@ -128,22 +123,6 @@ def test_every_kind_of_batch_and_a_custom_forward() -> None:
     assert float(recorder.dataset().entropy.sel(head=1)[0, 0]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_weights_are_chosen_by_name_and_embeddings_only_when_named() -> None:
-    model = Model()
-    assert Recorder(model, TOKENS).weights == ("mlp.weight",)  # no matrix has a usual name
-    block = nn.TransformerEncoderLayer(8, 2, 16)
-    assert Recorder(block, TOKENS).weights == ("linear1.weight",)
-    assert Recorder(model, TOKENS, ranks="embed|mlp").weights == ("embed.weight", "mlp.weight")
-    assert Recorder(model, TOKENS, ranks=False).weights == ()
-    with pytest.raises(
-        InputError, match=r"`ranks` must be a pattern .* got 'atention'; the matrices are embed.weight, mlp"
-    ):
-        Recorder(model, TOKENS, ranks="atention")
-    tied = nn.ModuleDict({"head": nn.Linear(8, 6, bias=False), "embed": nn.Embedding(6, 8)})
-    tied["head"].weight = tied["embed"].weight
-    assert Recorder(tied, TOKENS).weights == ()
-
-
 def test_a_collapse_of_entropy_gives_one_warning_with_layer_and_head() -> None:
     model = nn.ModuleDict({"inner": Model()})
     recorder = Recorder(model, TOKENS, at=lambda _: True, ranks=False, patience=2, forward=lambda m, b: m["inner"](b))
@@ -158,7 +137,11 @@ def test_a_collapse_of_entropy_gives_one_warning_with_layer_and_head() -> None:
     ((step, warning),) = given
     assert step == 4
     assert issubclass(warning.category, EntropyCollapse)
-    assert "layer 'inner', head 1, has collapsed" in str(warning.message)
+    message = r"attention entropy has collapsed in 1 head of 1 layer \(lowest \S+ nats: layer inner, head 1\), step 4"
+    assert re.fullmatch(message, str(warning.message))
+    collapsed = recorder.dataset().collapsed.sel(layer="inner", head=1)
+    assert collapsed.values.tolist() == [False, False, False, False, True, True, False, False, True]
+    assert not recorder.dataset().collapsed.sel(head=0).any()
 
 
 def test_a_collapse_of_rank_gives_one_warning_and_none_for_a_weight_that_began_low() -> None:
@@ -169,24 +152,10 @@ def test_a_collapse_of_rank_gives_one_warning_and_none_for_a_weight_that_began_l
     with torch.no_grad():
         model.mlp.weight.copy_(torch.outer(torch.arange(12.0), torch.arange(8.0)))
     recorder(1)
-    with pytest.warns(RankCollapse, match=r"stable rank of weight 'mlp.weight' has collapsed: 1, from \d"):
+    with pytest.warns(RankCollapse, match=r"has collapsed in 1 weight \(lowest 1, from \d.*: mlp\), step 2"):
         recorder(2)
     recorder(3)
-
-
-def test_the_random_state_of_all_three_generators_is_preserved() -> None:
-    def numbers() -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
-
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    expected = numbers()
-    random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-    torch.set_rng_state(states[2])
-    with preserve_random_state():
-        assert numbers() == expected
-        numbers()
-    assert numbers() == expected
+    assert recorder.dataset().rank_collapsed.sel(weight="mlp.weight").values.tolist() == [False, False, True, True]
 
 
 def test_a_number_is_an_interval_in_steps() -> None:
@@ -199,6 +168,9 @@ def test_options_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) ->
     bad = {
         "at": [0, -1, 2.5, True, "often", object(), [1, -2]],
         "precision": ["low", 3],
+        "measures": ["entrpy", ["entropy", "entropy"], 3],
+        "top": [0, 17],
+        "sinks": ["first", 0.5, torch.tensor([0.5])],
         "ranks": ["(", None, 3],
         "rows": ["x"],
         "floor": [-1.0],
@@ -229,12 +201,107 @@ def test_bad_input_is_named() -> None:
     model = Model()
     model.norm = nn.Identity()
     with pytest.raises(InputError, match="`batch` must be sequences of at least two tokens, got 1"):
-        Recorder(model, TOKENS[:, :1], ranks=False)(0)
+        Recorder(model, TOKENS[:, :1], ranks=False, strict=True)(0)
     with pytest.raises(InputError, match="`model` must compute attention, got Linear"):
-        Recorder(nn.Linear(2, 2), torch.zeros(1, 2))(0)
+        Recorder(nn.Linear(2, 2), torch.zeros(1, 2), strict=True)(0)
     with pytest.raises(StateError, match="`recorder` has no probe yet; call it at a step that is due"):
         Recorder(model, TOKENS).dataset()
     with pytest.raises(InputError, match="`patience`"):
         Recorder(model, TOKENS, patience=0)
     with pytest.raises(InputError, match="`step` must be a whole number"):
         Recorder(model, TOKENS).probe(-1)
+    with pytest.raises(InputError, match="`distributed` must be given inside a process group"):
+        Recorder(model, TOKENS, distributed=True)
+
+
+def test_a_failing_probe_is_one_warning_per_cause_and_is_tried_again() -> None:
+    model, causes = Model(), iter(["shape 3", "shape 4", "other", "", "shape 5", "memory", "stop"])
+
+    def forward(model: nn.Module, tokens: Tensor) -> object:
+        cause = next(causes)
+        if cause == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        if cause == "stop":
+            raise KeyboardInterrupt
+        if cause:
+            raise RuntimeError(cause)
+        return model(tokens)
+
+    recorder = Recorder(model, TOKENS, at=1, forward=forward, ranks=False, **NO_WARNINGS)
+    messages = []
+    for step in range(6):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scalars = recorder(step)
+        assert bool(scalars) == (step == 3)
+        assert all(warning.category is ProbeFailed for warning in caught)
+        messages.append([str(warning.message) for warning in caught])
+    assert [len(given) for given in messages] == [1, 0, 1, 0, 0, 1]
+    assert messages[0][0] == (
+        "a probe failed at step 0, and training goes on: RuntimeError: shape 3; give `forward=`, a function of the "
+        "model and the batch, or a `batch` that the model takes."
+    )
+    assert messages[5][0].endswith("Tried to allocate 20.00 GiB; give a smaller `batch`.")
+    assert recorder.dataset().step.values.tolist() == [3]
+    with pytest.raises(KeyboardInterrupt):
+        recorder(6)
+
+
+def test_a_policy_that_raises_does_not_end_the_training() -> None:
+    recorder = Recorder(Model(), TOKENS, at=lambda step: 1 // (step - 1) > 0, ranks=False, **NO_WARNINGS)
+    with pytest.warns(ProbeFailed, match=r"the function `at` failed at step 1, .* ZeroDivisionError"):
+        assert recorder(1) == {}
+    assert recorder(2) != {}
+
+
+def test_scalars_go_to_the_logger_and_a_logger_that_raises_is_one_warning() -> None:
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    def log(scalars: dict[str, float], step: int) -> None:
+        logged.append((step, dict(scalars)))
+        scalars.clear()
+        if step:
+            raise OSError("disk full")
+
+    recorder = Recorder(Model(), TOKENS, at=1, log=log, **NO_WARNINGS)
+    first = recorder(0)
+    with pytest.warns(ProbeFailed, match="logging a probe failed at step 1, .*disk full; check the logger"):
+        second = recorder(1)
+    assert recorder(2)
+    assert logged[:2] == [(0, first), (1, second)]
+    assert recorder.dataset().sizes["step"] == 3
+
+
+def test_a_summary_has_one_value_for_each_layer_and_one_stable_rank() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([Model(), Model()])})
+
+    def forward(model: nn.Module, tokens: Tensor) -> None:
+        for layer in model["layers"]:
+            layer(tokens)
+
+    recorder = Recorder(model, TOKENS, ranks="mlp|embed", summary=True, forward=forward, **NO_WARNINGS)
+    scalars = recorder(0)
+    kinds = ("attention_entropy", "stable_rank")
+    assert set(scalars) == {f"{kind}/layers.{layer}" for kind in kinds for layer in (0, 1)}
+    ranks = recorder.dataset().stable_rank.sel(weight=["layers.1.embed.weight", "layers.1.mlp.weight"])
+    assert scalars["stable_rank/layers.1"] == pytest.approx(float(ranks.mean()))
+
+
+def test_every_measure_is_recorded_and_logged() -> None:
+    model, names = Model(), ("entropy", "effective_tokens", "top_mass", "sink_mass", "largest_logit")
+    recorder = Recorder(model, TOKENS, measures=names, top=2, sinks=(0, 1), ranks=False, **NO_WARNINGS)
+    scalars = recorder(0)
+    logged = {name.split("/")[0] for name in scalars}
+    assert logged == {
+        f"attention_{name}" for name in ("entropy", "entropy_min", "top_mass", "sink_mass", "largest_logit")
+    }
+    trajectory = recorder.dataset()
+    assert set(names) <= set(trajectory.data_vars)
+    keys = np.arange(1, 6)  # visible to each query of the uniform head
+    np.testing.assert_allclose(trajectory.top_mass.sel(head=1)[0, 0], np.minimum(2 / keys, 1).mean(), rtol=1e-5)
+    np.testing.assert_allclose(trajectory.sink_mass.sel(head=1)[0, 0], np.minimum(2 / keys, 1).mean(), rtol=1e-5)
+    assert float(trajectory.largest_logit.sel(head=1)[0, 0]) == pytest.approx(0.0, abs=1e-6)
+    assert scalars["attention_largest_logit/Model"] == float(trajectory.largest_logit.max())
+    only = Recorder(model, TOKENS, measures="effective_tokens", ranks=False, **NO_WARNINGS)
+    assert list(only(0)) == ["attention_effective_tokens/Model"]
+    assert not only.dataset().collapsed.any()

@@ -26,8 +26,8 @@ from joma.manifest import read_manifest, write_manifest
 from joma.progress import SILENT, Progress, Task
 from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most
 from joma.watch.configs import quiet, transformers
+from joma.watch.evaluation import preserve_random_state
 from joma.watch.probing import ProbeResult, probe
-from joma.watch.recorder import preserve_random_state
 from joma.watch.series import Checkpoints
 from joma.watch.store import Store
 

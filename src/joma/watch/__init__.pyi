@@ -1,10 +1,11 @@
 from . import hf as hf
 from . import lightning as lightning
+from .collapse import EntropyCollapse as EntropyCollapse
+from .collapse import RankCollapse as RankCollapse
+from .failures import ProbeFailed as ProbeFailed
 from .gradients import gradient_norms as gradient_norms
 from .hidden_states import HiddenStates as HiddenStates
 from .hidden_states import activations as activations
-from .recorder import EntropyCollapse as EntropyCollapse
-from .recorder import RankCollapse as RankCollapse
 from .recorder import Recorder as Recorder
 from .recording import Recording as Recording
 from .series import Checkpoints as Checkpoints

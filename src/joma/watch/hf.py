@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from joma.arguments import InputError, StateError
-from joma.watch.recorder import Recorder, RecorderCallback, check_options, preserve_random_state
+from joma.watch.callbacks import RecorderCallback
+from joma.watch.distributed import Processes
+from joma.watch.evaluation import preserve_random_state
+from joma.watch.probe_options import check_options
+from joma.watch.recorder import Recorder
 
 try:
-    from transformers.trainer_callback import TrainerCallback
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 except ImportError:
     raise InputError("transformers", "installed", "no such package", "run `pip install 'joma[hf]'`") from None
 
@@ -26,7 +31,9 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
     """Record attention entropy and stable rank while a `Trainer` trains, and log them through the Trainer.
 
     The logs go to everything that the Trainer reports to (TensorBoard, W&B, MLflow, trackio) and to its `log_history`:
-    for each layer the mean and the minimum entropy over its heads, and each stable rank. `trajectory` has every head.
+    for each layer the mean and the minimum entropy over its heads, and each stable rank; the console gets one short
+    line. `trajectory` has every head. The callback never ends the training: what it cannot measure is a `ProbeFailed`
+    warning. With several processes each measures examples of its own, and the results are means over all of them.
 
     Args:
         batch: the fixed probe batch, a mapping of the model's arguments; by default the first examples of the training
@@ -46,14 +53,19 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
     ) -> None:
         """Choose the probe batch, and probe before the first step."""
         del control
-        self._trainer = _calling_trainer()
-        model = kwargs["model"]
-        batch = self.batch
-        if batch is None:
-            batch = _first_examples(kwargs["train_dataloader"], min(MAX_EXAMPLES, args.per_device_train_batch_size))
-        options = {"rows": _query_mask(model, batch), **self.options}
-        self.recorder = Recorder(model, batch, **options)
-        self._log(self.recorder(state.global_step))
+        self._start()
+        self._trainer, model = _calling_trainer(), kwargs["model"]
+        with self._guarded("preparing the probes", state.global_step):
+            processes = self._processes(model)
+            with processes.together():
+                batch = self.batch
+                if batch is None:
+                    count = min(MAX_EXAMPLES, args.per_device_train_batch_size)
+                    batch = _examples(kwargs["train_dataloader"], count, processes)
+                options = {"rows": _query_mask(model, batch), "distributed": processes.count > 1, **self.options}
+                recorder = Recorder(model, batch, **options)
+            self.recorder = recorder
+            self._log(recorder(state.global_step))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Probe if the step is due, and at the last step."""
@@ -64,8 +76,11 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
             self._log(scalars or (self.recorder.probe(state.global_step) if last else {}))
 
     def _log(self, scalars: dict[str, float]) -> None:
-        if scalars and self._trainer is not None:
-            self._trainer.log(dict(scalars))
+        """Log through the Trainer, with one short line for the console."""
+        trainer = self._trainer
+        if scalars and trainer is not None:
+            with self._guarded("logging a probe", trainer.state.global_step), _short_on_console(trainer, scalars):
+                trainer.log(dict(scalars))
 
 
 def _calling_trainer() -> Trainer:
@@ -85,14 +100,53 @@ def _calling_trainer() -> Trainer:
     raise StateError("EntropyCallback", "must be called by a `transformers.Trainer`", remedy)
 
 
-def _first_examples(loader: Any, count: int) -> Mapping[str, Any]:
-    """Return the first `count` examples, collated; iterating over the loader would draw random numbers."""
+def _examples(loader: Any, count: int, processes: Processes) -> Mapping[str, Any]:
+    """Return examples, collated: the first `count` for the first process, the next ones for the next process.
+
+    Iterating over the loader would draw random numbers.
+    """
     dataset: Any = getattr(loader, "dataset", None)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         got = f"a training set without indices, {type(dataset).__name__}"
         raise InputError("batch", "given for a streamed training set", got, "pass `batch=` to the callback")
+    count = min(count, len(dataset))
+    first = processes.rank * count
     with preserve_random_state():
-        return loader.collate_fn([dataset[index] for index in range(min(count, len(dataset)))])
+        return loader.collate_fn([dataset[index % len(dataset)] for index in range(first, first + count)])
+
+
+@contextmanager
+def _short_on_console(trainer: Trainer, scalars: dict[str, float]) -> Iterator[None]:
+    """Let the Trainer's callbacks that print show one value for each kind of key: a model has hundreds of keys."""
+    kinds: dict[str, list[float]] = {}
+    for key, value in scalars.items():
+        kinds.setdefault(key.partition("/")[0], []).append(value)
+    short = {
+        kind: f"{min(values) if kind.endswith('_min') else sum(values) / len(values):.4g}"
+        for kind, values in kinds.items()
+    }
+    printing = [
+        callback
+        for callback in trainer.callback_handler.callbacks
+        if isinstance(callback, PrinterCallback | ProgressCallback) and "on_log" not in vars(callback)
+    ]
+    for callback in printing:
+        vars(callback)["on_log"] = _with_logs(callback.on_log, short)
+    try:
+        yield
+    finally:
+        for callback in printing:
+            del vars(callback)["on_log"]
+
+
+def _with_logs(on_log: Any, short: dict[str, str]) -> Any:
+    """Return `on_log` with these logs instead of the probe's; the epoch stays."""
+
+    def print_short(args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
+        epoch = {"epoch": logs["epoch"]} if logs and "epoch" in logs else {}
+        return on_log(args, state, control, logs={**short, **epoch}, **kwargs)
+
+    return print_short
 
 
 def _query_mask(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:

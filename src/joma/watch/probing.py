@@ -29,13 +29,13 @@ from joma.progress import SILENT, Progress
 from joma.watch.audit import NOT_FINITE_REMEDY, Audit, audit_series
 from joma.watch.configs import ONLY_WEIGHTS, compare_configs, computed_fields, is_failure, load_config, quiet, reason
 from joma.watch.loading import load
-from joma.watch.recorder import LOWER_MATRIX
 from joma.watch.recording import Recording
 from joma.watch.series import Checkpoints, Fault, LazyCheckpoint
 from joma.watch.store import Measure, Store
 from joma.watch.tokens import default_text, encode
 from joma.watch.watching import attention
 from joma.watch.weight_files import Unreadable
+from joma.watch.weight_ranks import LOWER_MATRIX
 
 EMBEDDING = re.compile(  # the token embedding, as the architectures name it
     r"(?:^|\.)(embed_in|embed_tokens|wte|word_embeddings|tok_embeddings|token_embedding|tok_emb|embeddings|shared)\.weight$"

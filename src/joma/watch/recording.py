@@ -118,6 +118,12 @@ class Recording:
         index = self._stored.index(self.measures[0])
         return [{layer: values[index] for layer, values in layers.items()} for layers in self._passes if layers]
 
+    def values(self) -> list[dict[str, Tensor]]:
+        """Return all measures by layer for each pass, on the model's device: [measure, *reduced]."""
+        self._reduce_pending()
+        order = [self._stored.index(name) for name in self.measures]
+        return [{layer: values[order] for layer, values in layers.items()} for layers in self._passes if layers]
+
     @property
     def entropy(self) -> xr.DataArray:
         """The entropy in nats, with dims pass, layer, head (and batch, query if not reduced)."""

@@ -1,0 +1,123 @@
+"""The scalars of a probe that are logged, and their keys, which are short and stay the same during a training.
+
+Keys are `attention_<measure>/<layer>`, `attention_entropy_min/<layer>`, `stable_rank/<weight>` and `collapsed/<layer>`:
+TensorBoard, Weights & Biases and others group charts by the part before the slash.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from joma.watch.averages import MAXIMA
+from joma.watch.trajectory import Probe
+
+_INDEX = re.compile(r"\[(\d+)\]$")  # of a layer's second call in one pass
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
+
+
+class LogKeys:
+    """The keys of a model's layers and weights.
+
+    Args:
+        weights: the names of the weights whose stable rank is measured.
+        measures: the measures of attention; effective tokens are logged only without the entropy, their logarithm.
+        summary: one value for each layer and measure, and one stable rank for each layer: the mean of its weights.
+    """
+
+    def __init__(self, weights: Sequence[str], *, measures: Collection[str], summary: bool) -> None:
+        logged = [name for name in measures if name != "effective_tokens"]
+        self.measures, self.summary = logged if "entropy" in logged else measures, summary
+        self.weights = short_names(weights)
+        blocks = {name: _block(name) if summary else name for name in weights}
+        short = short_names(dict.fromkeys(blocks.values()))
+        self._rank_keys = [short[blocks[name]] for name in weights]
+        self._layers: dict[str, str] = {}
+        self._has_collapsed: set[str] = set()
+
+    def layers(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the short names of layers; a layer that is first called later keeps its full name."""
+        if not self._layers:
+            self._layers = short_names(names)
+        return self._layers | {name: name for name in names if name not in self._layers}
+
+    def scalars(self, probe: Probe) -> dict[str, float]:
+        """Return what is logged: measures by layer, stable ranks, and the number of collapsed heads of a layer."""
+        measurement, short = probe.measurement, self.layers(probe.measurement.layers)
+        scalars: dict[str, float] = {}
+        for index, layer in enumerate(measurement.layers):
+            for measure in self.measures:
+                scalars |= self._layer_scalars(measure, short[layer], measurement.values[measure][index])
+        ranks: dict[str, list[float]] = {}
+        for name, rank in zip(self._rank_keys, measurement.ranks.tolist(), strict=True):
+            ranks.setdefault(name, []).append(rank)
+        scalars |= {f"stable_rank/{name}": sum(values) / len(values) for name, values in ranks.items()}
+        return scalars | dict(self._collapsed(probe, short))
+
+    def _layer_scalars(self, measure: str, layer: str, heads: np.ndarray) -> dict[str, float]:
+        defined = heads[~np.isnan(heads)]  # empty if the model has diverged
+        reduce = np.max if measure in MAXIMA else np.mean
+        scalars = {f"attention_{measure}/{layer}": float(reduce(defined)) if defined.size else math.nan}
+        if measure == "entropy" and not self.summary:
+            scalars[f"attention_entropy_min/{layer}"] = float(defined.min()) if defined.size else math.nan
+        return scalars
+
+    def _collapsed(self, probe: Probe, short: dict[str, str]) -> Iterator[tuple[str, float]]:
+        """Yield the number of collapsed heads of each layer that has or has had any."""
+        for layer, heads in zip(probe.measurement.layers, probe.collapsed.heads, strict=True):
+            if heads.any() or layer in self._has_collapsed:
+                self._has_collapsed.add(layer)
+                yield f"collapsed/{short[layer]}", float(heads.sum())
+
+
+def _block(weight: str) -> str:
+    """Return the block that a weight belongs to: its name up to the last number, that of an expert aside."""
+    path = _EXPERT.sub("", weight).split(".")
+    numbers = [index for index, part in enumerate(path) if part.isdigit()]
+    return ".".join(path[: numbers[-1] + 1]) if numbers else weight
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return a short form of each name, the shortest of three kinds in which no two names are equal.
+
+    The kinds are the numbered blocks alone, these and the last part, and all but the beginning that all names share.
+
+    >>> short_names(["model.layers.0.self_attn", "model.layers.1.self_attn"])
+    {'model.layers.0.self_attn': 'layers.0', 'model.layers.1.self_attn': 'layers.1'}
+    >>> list(short_names(["h.0.attn", "h.0.cross", "h.0.cross[1]"]).values())
+    ['h.0.attn', 'h.0.cross', 'h.0.cross-1']
+    >>> list(short_names(["model.encoder.0.attn", "model.decoder.0.attn"]).values())
+    ['encoder.0', 'decoder.0']
+    """
+    names = list(names)
+    parts = {name: _INDEX.sub("", name).removesuffix(".weight").split(".") for name in names}
+    common = 0
+    while len({tuple(path[: common + 1]) for path in parts.values()}) == 1 and all(
+        len(path) > common + 1 for path in parts.values()
+    ):
+        common += 1
+    kinds: list[Callable[[list[str]], list[str]]] = [
+        _numbered,
+        lambda path: _numbered(path) + [part for part in path[-1:] if part not in _numbered(path)],
+        lambda path: path[common:],
+    ]
+    for kind in kinds:
+        short = {name: _with_index(name, ".".join(kind(path))) for name, path in parts.items()}
+        if len(set(short.values())) == len(names):
+            return short
+    return {name: name for name in names}
+
+
+def _numbered(path: list[str]) -> list[str]:
+    """Return the parts from the one before the first number to the last number, or all if there is no number."""
+    numbers = [index for index, part in enumerate(path) if part.isdigit()]
+    return path[max(0, numbers[0] - 1) : numbers[-1] + 1] if numbers else path
+
+
+def _with_index(name: str, short: str) -> str:
+    """Append the number of the call as `-1`: MLflow refuses brackets in keys."""
+    index = _INDEX.search(name)
+    return f"{short}-{index.group(1)}" if index else short

@@ -1,0 +1,102 @@
+"""The options of a `Recorder`, which the callbacks take too: each is checked before the training begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from numbers import Number
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from joma.arguments import MAX_WHOLE, InputError, choice, flag, scalar, whole
+from joma.kernels.entropy_choice import PRECISIONS
+from joma.probes.summary import MAX_TOP, check_measures
+from joma.watch.loggers import check_log
+from joma.watch.recording import check_rows
+
+Policy = int | Collection[int] | Callable[[int], bool]
+
+
+def doubling(step: int) -> bool:
+    """Return whether to probe at `step` by default: at 0, 8, 16, 32 … 512, then every 1,000.
+
+    These are nine probes in a thousand steps, each cheaper than a step: less than one per cent of the training.
+
+    >>> [step for step in range(3001) if doubling(step)]
+    [0, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 3000]
+    """
+    return step % 1000 == 0 or (8 <= step < 1000 and step & (step - 1) == 0)
+
+
+def _check_policy(at: Any) -> Callable[[int], bool]:
+    """Return the function that says whether a step is due."""
+    if at is None:
+        return doubling
+    if callable(at):
+        return cast(Callable[[int], bool], at)
+    if isinstance(at, Number):
+        interval = whole("at", at)
+        return lambda step: step % interval == 0
+    if not isinstance(at, Iterable):
+        got = type(at).__name__
+        raise InputError("at", "steps, an interval or a function", got, "write at=100 for every 100 steps")
+    return frozenset(whole("at", step, low=0) for step in at).__contains__
+
+
+def _check_ranks(ranks: Any) -> bool | str:
+    """Return `ranks` if it selects weights: a bool or a regular expression."""
+    try:
+        return ranks if isinstance(ranks, bool) else re.compile(ranks).pattern
+    except (TypeError, re.error) as cause:
+        got = f"{ranks!r} ({cause})"
+        raise InputError("ranks", "True, False or a regular expression", got, "correct it") from None
+
+
+def _check_forward(forward: Any) -> Any:
+    if forward is None or callable(forward):
+        return forward
+    remedy = "write forward=lambda model, batch: model(batch)"
+    raise InputError("forward", "a function of the model and the batch", repr(forward), remedy)
+
+
+def _check_sinks(sinks: Any) -> Any:
+    """Return `sinks` if they may be key numbers; how many keys there are is known only when the model runs."""
+    if isinstance(sinks, Tensor) and sinks.ndim > 0:
+        if sinks.is_floating_point() or sinks.is_complex() or sinks.dtype == torch.bool:
+            raise InputError("sinks", "whole numbers", sinks.dtype, "give key numbers")
+        return sinks
+    items = sinks if isinstance(sinks, list | tuple) else [sinks]
+    numbers = tuple(whole("sinks", item, low=-MAX_WHOLE) for item in items)
+    return numbers if isinstance(sinks, list | tuple) else numbers[0]
+
+
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "at": _check_policy,
+    "forward": _check_forward,
+    "measures": check_measures,
+    "top": lambda value: whole("top", value, low=1, high=MAX_TOP),
+    "sinks": _check_sinks,
+    "ranks": _check_ranks,
+    "rows": check_rows,
+    "precision": lambda value: choice("precision", value, {name: name for name in PRECISIONS}),
+    "floor": lambda value: scalar("floor", value, low=0.0),
+    "rank_floor": lambda value: scalar("rank_floor", value, low=0.0),
+    "patience": lambda value: whole("patience", value),
+    "log": check_log,
+    "summary": lambda value: flag("summary", value),
+    "distributed": lambda value: None if value is None else flag("distributed", value),
+    "strict": lambda value: flag("strict", value),
+}
+
+
+def checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a `Recorder` as it uses them; an unknown name or a bad value raises `InputError`."""
+    return {name: choice("options", name, CHECKS)(value) for name, value in options.items()}
+
+
+def check_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return `options` as they are if all are valid options of a `Recorder`; callbacks do so before training."""
+    checked_options(options)
+    return options

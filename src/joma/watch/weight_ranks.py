@@ -1,0 +1,88 @@
+"""The stable ranks of a model's weights: which ones to measure, several at once, sharded ones whole."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from joma.arguments import InputError
+from joma.probes.rank import stable_rank
+from joma.watch.distributed import Processes, full_weight, is_sharded
+
+MAX_STACKED = 2**24  # elements that are copied at once to measure weights of the same shape together
+LOWER_MATRIX = (  # of an MLP, in GPT-NeoX, OPT, torch, Llama, Phi, GPT-2, BERT and ViT, OLMo, DistilBERT, T5
+    r"(?:^|\.)(dense_h_to_4h|fc1|linear1|up_proj|gate_proj|gate_up_proj|c_fc|intermediate\.dense|ff_proj|lin1|wi|wi_[01]"
+    r"|w1)\.weight$"
+)
+
+
+def select_weights(model: nn.Module, ranks: bool | str) -> tuple[str, ...]:
+    """Return the names of the weights whose stable rank is to be measured."""
+    if ranks is False:
+        return ()
+    matrices = {name: id(weight) for name, weight in model.named_parameters() if weight.ndim == 2}
+    selected = tuple(name for name in matrices if re.search(LOWER_MATRIX if ranks is True else ranks, name))
+    if selected:
+        return selected
+    if ranks is True:
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        return tuple(name for name, weight in matrices.items() if weight not in embeddings)
+    known = ", ".join(list(matrices)[:6]) or "none"
+    remedy = f"the matrices are {known} …"
+    raise InputError("ranks", "a pattern that matches the name of a matrix", repr(ranks), remedy)
+
+
+def stable_ranks(
+    model: nn.Module, names: tuple[str, ...], processes: Processes | None = None
+) -> Float[np.ndarray, " weight"]:
+    """Return the stable rank of each named weight; several processes share the work.
+
+    A sharded weight is gathered by all processes, one weight at a time, and measured by one of them.
+    """
+    processes = processes or Processes()
+    ranks, whole = np.zeros(len(names)), {}
+    with processes.together():
+        failure: Exception | None = None
+        for index, name in enumerate(names):
+            mine = index % processes.count == processes.rank
+            parameter = model.get_parameter(name)
+            if not is_sharded(parameter):
+                whole |= {index: parameter.detach()} if mine else {}
+                continue
+            weight = full_weight(parameter)
+            if mine and failure is None:
+                try:
+                    ranks[index] = float(stable_rank(weight))
+                except Exception as error:  # raised after the last weight is gathered: the others wait for this process
+                    failure = error
+        if failure is not None:
+            raise failure
+        ranks[list(whole)] = _grouped_ranks(list(whole.values()))
+    return processes.total(ranks)
+
+
+def _grouped_ranks(weights: list[Tensor]) -> list[float]:
+    """Return the stable rank of each weight; weights of one shape, or its transpose, are measured together.
+
+    Everything is computed before the first result is awaited: on a GPU waiting costs more than the work.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, weight in enumerate(weights):
+        groups.setdefault((*sorted(weight.shape), weight.dtype, weight.device), []).append(index)
+    measured: list[tuple[list[int], Tensor]] = []
+    for group in groups.values():
+        batch_size = max(1, MAX_STACKED // max(1, weights[group[0]].numel()))
+        for start in range(0, len(group), batch_size):
+            indices = group[start : start + batch_size]
+            wide = [weights[index] for index in indices]
+            wide = [weight if weight.shape[0] <= weight.shape[1] else weight.T for weight in wide]
+            measured.append((indices, stable_rank(torch.stack(wide) if len(wide) > 1 else wide[0]).reshape(-1)))
+    ranks = [0.0] * len(weights)
+    for indices, batch in measured:
+        for index, rank in zip(indices, batch.tolist(), strict=True):
+            ranks[index] = rank
+    return ranks

@@ -1,0 +1,94 @@
+"""Keys are short, distinct and the same at every probe."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from joma.watch.collapse import Collapsed
+from joma.watch.log_keys import LogKeys, short_names
+from joma.watch.trajectory import Measurement, Probe
+
+FAMILIES = {
+    "gpt2": (["transformer.h.0.attn", "transformer.h.1.attn"], ["h.0", "h.1"]),
+    "t5": (
+        ["encoder.block.0.layer.0.SelfAttention", "decoder.block.0.layer.0.SelfAttention"],
+        ["encoder.block.0.layer.0.SelfAttention", "decoder.block.0.layer.0.SelfAttention"],
+    ),
+    "torch decoder": (
+        ["decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"],
+        ["layers.0.self_attn", "layers.0.multihead_attn"],
+    ),
+    "swin": (["layers.0.blocks.1.attn", "layers.1.blocks.1.attn"], ["layers.0.blocks.1", "layers.1.blocks.1"]),
+    "llama": (
+        ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"],
+        ["layers.0.gate_proj", "layers.0.up_proj"],
+    ),
+    "albert": (
+        ["albert.layer.attention", "albert.layer.attention[1]"],
+        ["albert.layer.attention", "albert.layer.attention-1"],
+    ),
+    "one": (["self_attn"], ["self_attn"]),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_families(family: str) -> None:
+    names, expected = FAMILIES[family]
+    assert list(short_names(names).values()) == expected
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(["a", "b", "0", "1", "attn", "weight"]), min_size=1).map(".".join), unique=True)
+)
+def test_no_two_names_have_one_key(names: list[str]) -> None:
+    short = short_names(names)
+    assert list(short) == names
+    assert len(set(short.values())) == len(names)
+    assert short == short_names(names)
+
+
+def probe(layers: list[str], collapsed: list[list[bool]]) -> Probe:
+    values = {
+        "entropy": np.array([[1.0, 3.0], [np.nan, np.nan]]),
+        "largest_logit": np.array([[5.0, 7.0], [2.0, np.nan]]),
+    }
+    measurement = Measurement(layers, values, np.array([2.0, 4.0, 8.0]))
+    return Probe(0, measurement, Collapsed(np.array(collapsed), np.zeros(3, dtype=bool)))
+
+
+WEIGHTS = ["m.layers.0.experts.0.w1.weight", "m.layers.0.experts.1.w1.weight", "m.layers.1.fc1.weight"]
+
+
+def test_scalars_are_means_over_heads_and_the_largest_logit_is_a_maximum() -> None:
+    keys = LogKeys(WEIGHTS, measures=("entropy", "largest_logit"), summary=False)
+    scalars = keys.scalars(probe(["m.layers.0.attn", "m.layers.1.attn"], [[False, False]] * 2))
+    expected = {
+        "attention_entropy/layers.0": 2.0,
+        "attention_entropy_min/layers.0": 1.0,
+        "attention_largest_logit/layers.0": 7.0,
+        "attention_entropy/layers.1": np.nan,
+        "attention_entropy_min/layers.1": np.nan,
+        "attention_largest_logit/layers.1": 2.0,
+        "stable_rank/layers.0.experts.0": 2.0,
+        "stable_rank/layers.0.experts.1": 4.0,
+        "stable_rank/layers.1": 8.0,
+    }
+    assert list(scalars) == list(expected)
+    np.testing.assert_array_equal(list(scalars.values()), list(expected.values()))
+
+
+def test_a_summary_has_one_rank_a_layer_and_collapsed_heads_are_counted_once_there_are_any() -> None:
+    keys = LogKeys(WEIGHTS, measures=("entropy",), summary=True)
+    layers = ["m.layers.0.attn", "m.layers.1.attn"]
+    scalars = keys.scalars(probe(layers, [[True, True], [False, False]]))
+    assert set(scalars) == {
+        *(f"{kind}/layers.{n}" for kind in ("attention_entropy", "stable_rank") for n in (0, 1)),
+        "collapsed/layers.0",
+    }
+    assert (scalars["stable_rank/layers.0"], scalars["collapsed/layers.0"]) == (3.0, 2.0)
+    assert keys.scalars(probe(layers, [[False, False]] * 2))["collapsed/layers.0"] == 0.0
+    later = keys.layers(["m.layers.0.attn", "m.extra.attn"])
+    assert (later["m.layers.0.attn"], later["m.extra.attn"]) == ("layers.0", "m.extra.attn")

@@ -1,0 +1,44 @@
+"""Which weights are measured, and that measuring several at once gives the ranks of each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from joma.arguments import InputError
+from joma.watch import weight_ranks
+from joma.watch.weight_ranks import select_weights, stable_ranks
+
+
+def test_weights_are_chosen_by_name_and_embeddings_only_when_named() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 8), "mlp": nn.Linear(8, 12)})
+    assert select_weights(model, True) == ("mlp.weight",)  # no matrix has a usual name
+    assert select_weights(nn.TransformerEncoderLayer(8, 2, 16), True) == ("linear1.weight",)
+    assert select_weights(model, "embed|mlp") == ("embed.weight", "mlp.weight")
+    assert select_weights(model, False) == ()
+    expected = r"`ranks` must be a pattern .* got 'atention'; the matrices are embed.weight, mlp"
+    with pytest.raises(InputError, match=expected):
+        select_weights(model, "atention")
+    tied = nn.ModuleDict({"head": nn.Linear(8, 6, bias=False), "embed": nn.Embedding(6, 8)})
+    tied["head"].weight = tied["embed"].weight
+    assert select_weights(tied, True) == ()
+
+
+@pytest.mark.parametrize("limit", [1, 2**24])
+def test_weights_of_one_shape_are_measured_together_and_in_their_order(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_ranks, "MAX_STACKED", limit)
+    torch.manual_seed(0)
+    shapes = [(4, 6), (5, 3), (6, 4), (4, 6), (3, 5)]
+    model = nn.ParameterDict({f"w{index}": nn.Parameter(torch.randn(shape)) for index, shape in enumerate(shapes)})
+    model["w5"] = nn.Parameter(torch.randn(4, 6).half())
+    names = tuple(f"w{index}" for index in range(6))
+    expected = []
+    for name in names:
+        squares = torch.linalg.svdvals(model[name].detach().double()).square()
+        expected.append(float(squares.sum() / squares.max()))
+    np.testing.assert_allclose(stable_ranks(model, names), expected, rtol=2e-3)
+    assert stable_ranks(model, ()).shape == (0,)
