@@ -16,7 +16,9 @@ def recording(layers: int, heads: int, *names: str, passes: int = 2) -> xr.Datas
     random = np.random.default_rng(layers + heads)
     dims = ("pass", "layer", "head")
     values = {name: (dims, random.random((passes, layers, heads))) for name in ("entropy", *names)}
-    return xr.Dataset(values, {"layer": [f"model.layers.{layer}.attn" for layer in range(layers)]})
+    data = xr.Dataset(values, {"layer": [f"model.layers.{layer}.attn" for layer in range(layers)]})
+    data.entropy.attrs["units"] = "nat"
+    return data
 
 
 def trajectory(steps: list[int], layers: int, heads: int, *names: str) -> xr.Dataset:
@@ -28,7 +30,9 @@ def trajectory(steps: list[int], layers: int, heads: int, *names: str) -> xr.Dat
         "layer": [f"h.{layer}.attn" for layer in range(layers)],
         "weight": [f"h.{n}.fc" for n in range(layers)],
     }
-    return xr.Dataset({**values, "stable_rank": ranks}, {"step": steps, **coordinates})
+    data = xr.Dataset({**values, "stable_rank": ranks}, {"step": steps, **coordinates})
+    data.entropy.attrs["units"] = "nat"
+    return data
 
 
 def rendered(figure: Figure) -> Figure:
@@ -48,7 +52,7 @@ def test_the_heat_map_has_the_mean_entropy_of_each_head_and_its_own_range(layers
     np.testing.assert_allclose(image.get_clim(), (mean.min(), mean.max()))
     layer, head = np.argwhere(mean == mean.min())[0]
     name = str(layer) if layers > 1 else "model.lay…s.0.attn"
-    assert panel.get_title() == f"Sparsest: layer {name}, head {head} ({mean.min():.2f} nats)"
+    assert panel.get_title() == f"Least: layer {name}, head {head} ({mean.min():.2f} nats)"
     assert len(panel.get_xticks()) <= MAX_TICKS
     assert len(panel.get_yticks()) <= MAX_TICKS
 
@@ -87,7 +91,22 @@ def test_equal_heads_and_diverged_models_are_named_as_such() -> None:
     data = recording(2, 2)
     assert rendered(draw_recording(xr.ones_like(data))).axes[0].get_title() == "All heads: 1.00 nats"
     nothing = rendered(draw_recording(data * np.nan))
-    assert nothing.axes[0].get_title() == "No finite entropy"
+    assert nothing.axes[0].get_title() == "No finite value"
+
+
+def test_another_measure_takes_the_place_of_entropy() -> None:
+    data = recording(3, 4, "distance", "sink_mass")
+    data.distance.attrs.update(long_name="attended distance", units="tokens")
+    first = rendered(draw_recording(data[["distance", "sink_mass"]]))
+    np.testing.assert_allclose(first.axes[0].images[0].get_array(), data.distance.mean("pass"))
+    assert first.axes[-1].get_ylabel() == "attended distance / tokens"
+    assert len(rendered(draw_recording(data[["sink_mass"]])).axes) == 1
+    training = trajectory([0, 1], 2, 2, "distance", "sink_mass")
+    assert [panel.get_ylabel() for panel in draw_trajectory(training[["distance", "sink_mass"]]).axes] == [
+        "distance",
+        "sink mass",
+    ]
+    assert len(rendered(draw_trajectory(training[["stable_rank"]])).axes) == 1
 
 
 def test_a_training_shows_the_mean_over_heads_of_a_few_layers_and_the_ranks() -> None:
@@ -158,7 +177,8 @@ def test_a_map_without_tokens_or_with_hidden_rows_has_positions() -> None:
 def test_short_names_stay_apart() -> None:
     assert short_names(["attn"]) == ["attn"]
     assert short_names(["a.0.attn", "a.1.attn", "a.10.attn"]) == ["0", "1", "10"]
-    assert short_names(["m.0.attn", "m.1.mixer.attn"]) == ["0.attn", "1.mixer.attn"]
+    assert short_names(["m.0.attn", "m.1.mixer.attn"]) == ["0", "1.mixer"]
+    assert short_names(["a.b.c.d", "a.b.c.c.d"]) == ["d", "c.d"]
     assert short_names(["h.0.attn.c.weight", "h.1.fc.weight"]) == ["0.attn.c", "1.fc"]
     assert short_names(["m.attn", "m.attn[1]", "m"]) == ["m.attn", "m.attn[1]", "m"]
     assert max(map(len, short_names(["x" * 30 + ".0", "y" * 30 + ".0"]))) > MAX_LABEL

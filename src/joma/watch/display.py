@@ -25,6 +25,27 @@ class Summary(NamedTuple):
     notes: Sequence[str] = ()
 
 
+def main_measure(data: xr.Dataset) -> str | None:
+    """Return the measure that a table or figure shows first: entropy, or another one by layer and head; or None."""
+    by_head = [str(name) for name, variable in data.data_vars.items() if {"layer", "head"} <= set(variable.dims)]
+    return "entropy" if "entropy" in by_head else next(iter(by_head), None)
+
+
+def quantity(variable: xr.DataArray) -> str:
+    """Return the name of a measure and its unit, as the label of an axis or a column.
+
+    >>> quantity(xr.DataArray(0.0, name="entropy", attrs={"units": "nat"}))
+    'entropy / nats'
+    """
+    name, unit = str(variable.attrs.get("long_name", variable.name)).replace("_", " "), variable.attrs.get("units", "1")
+    return name if unit == "1" else f"{name} / {'nats' if unit == 'nat' else unit}"
+
+
+def by_layer_and_head(variable: xr.DataArray) -> xr.DataArray:
+    """Return the mean over everything but layer and head."""
+    return variable.mean([dim for dim in variable.dims if dim not in ("layer", "head")]).transpose("layer", "head")
+
+
 def summarise_recording(
     model: str, data: xr.Dataset | None, rows: Mapping[str, int], not_seen: Mapping[str, str]
 ) -> Summary:
@@ -41,12 +62,12 @@ def summarise_recording(
         return Summary(f"Attention of {model}: no forward pass recorded yet", (), (), notes)
     passes, layers = data.sizes["pass"], data.sizes["layer"]
     title = f"Attention of {model}: {_count(passes, 'pass', 'es')}, {_count(layers, 'layer')}"
-    entropy = data.entropy.mean([dim for dim in data.entropy.dims if dim not in ("layer", "head")])
+    measure = data[main_measure(data)]
     records = []
-    for layer, heads in zip(map(str, data.layer.values), entropy.transpose("layer", "head").values, strict=True):
+    for layer, heads in zip(map(str, data.layer.values), by_layer_and_head(measure).values, strict=True):
         number, spread, least = _over_heads(heads)
         records.append((_name(layer), number, spread, least, str(rows.get(layer, "–"))))
-    return Summary(title, ("layer", "heads", "entropy / nats", "least", "rows"), _ends(records), notes)
+    return Summary(title, ("layer", "heads", quantity(measure), "least", "rows"), _ends(records), notes)
 
 
 def summarise_trajectory(model: str, data: xr.Dataset | None) -> Summary:
@@ -62,10 +83,11 @@ def summarise_trajectory(model: str, data: xr.Dataset | None) -> Summary:
     title = f"Recorder of {model}: {_count(data.sizes['step'], 'probe')}, steps {first} to {last}"
     columns: tuple[str, ...] = ()
     records = []
-    if "entropy" in data:
-        columns = ("layer", "heads", f"nats at step {first}", f"at step {last}", "least")
-        entropy = data.entropy.transpose("layer", "step", "head").values
-        for layer, steps in zip(map(str, data.layer.values), entropy, strict=True):
+    name = main_measure(data)
+    if name is not None:
+        columns = ("layer", "heads", f"{quantity(data[name])} at step {first}", f"at step {last}", "least")
+        values = data[name].transpose("layer", "step", "head").values
+        for layer, steps in zip(map(str, data.layer.values), values, strict=True):
             _, start, _ = _over_heads(steps[0])
             number, end, least = _over_heads(steps[-1])
             records.append((_name(layer), number, start, end, least))

@@ -13,6 +13,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from joma.drawing import band, canvas, evenly_spaced, letters, marker, measured, series, style
 from joma.terminal import printable
+from joma.watch.display import by_layer_and_head, main_measure, quantity
 
 SHOWN = 4  # layers or weights drawn as curves, evenly spaced: more bands hide each other
 MAX_TICKS = 12
@@ -36,23 +37,26 @@ def short_names(names: Sequence[str]) -> list[str]:
     if len({len(words) for words in parts}) == 1:
         varying = [index for index, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
         return [".".join(words[index] for index in varying) for words in parts]
-    first, last = _shared(parts), _shared([words[::-1] for words in parts])
+    shortest = min(map(len, parts))
+    first = _shared(parts, shortest - 1)
+    last = _shared([words[::-1] for words in parts], shortest - 1 - first)
     return [".".join(words[first : len(words) - last]) for words in parts]
 
 
-def _shared(parts: Sequence[Sequence[str]]) -> int:
-    """Return how many first words all have in common, at most so many that each has two words left."""
-    most = max(0, min(map(len, parts)) - 2)
+def _shared(parts: Sequence[Sequence[str]], most: int) -> int:
+    """Return how many of the first `most` words all have in common."""
     return next((index for index in range(most) if len({words[index] for words in parts}) > 1), most)
 
 
 def draw_recording(data: xr.Dataset) -> Figure:
-    """Draw the entropy of each head as a heat map, and the mass on the sinks by layer if it was measured.
+    """Draw the entropy of each head as a heat map, and the weight on the sinks by layer if it was measured.
+
+    Where entropy was not measured, the first measure takes its place.
 
     Args:
         data: what `Recording.dataset` returns, with dims layer and head; any others are averaged over.
     """
-    panels: list[Callable[[Axes, xr.Dataset], None]] = [_draw_heads] if "entropy" in data else []
+    panels: list[Callable[[Axes, xr.Dataset], None]] = [_draw_heads] if main_measure(data) != "sink_mass" else []
     panels += [_draw_sinks] if "sink_mass" in data else []
     height = 2.6 if data.sizes["head"] == 1 else min(5.2, max(2.6, 1.1 + 0.16 * data.sizes["layer"]))
     return _draw(data, panels, height=height)
@@ -65,7 +69,7 @@ def draw_trajectory(data: xr.Dataset) -> Figure:
         data: what `Recorder.dataset` returns, with dims step, layer, head and weight.
     """
     panels: list[Callable[[Axes, xr.Dataset], None]] = []
-    panels += [_draw_entropy_over_steps] if "entropy" in data else []
+    panels += [_draw_main_over_steps] if main_measure(data) not in (None, "sink_mass") else []
     panels += [_draw_sinks_over_steps] if "sink_mass" in data else []
     panels += [_draw_ranks_over_steps] if "stable_rank" in data else []
     return _draw(data, panels, height=2.9)
@@ -81,42 +85,39 @@ def _draw(data: xr.Dataset, panels: Sequence[Callable[[Axes, xr.Dataset], None]]
     return figure
 
 
-def by_layer_and_head(variable: xr.DataArray) -> xr.DataArray:
-    """Return the mean over everything but layer and head."""
-    return variable.mean([dim for dim in variable.dims if dim not in ("layer", "head")]).transpose("layer", "head")
-
-
 def _ticks(count: int) -> list[int]:
     """Return at most `MAX_TICKS` indices of `count` items in equal intervals, from the first."""
     return [*range(0, count, -(-count // MAX_TICKS))]
 
 
 def _draw_heads(axes: Axes, data: xr.Dataset) -> None:
-    entropy = by_layer_and_head(data.entropy)
+    measure = data[main_measure(data)]
+    values, label = by_layer_and_head(measure), quantity(measure)
     names = short_names([str(name) for name in data.layer.values])
-    if entropy.sizes["head"] == 1:  # a heat map of one column says less than points
-        _draw_by_layer(axes, entropy, names)
-        axes.set(ylabel="entropy / nats", title=_least_head(entropy, names))
+    title = _least_head(values, names, label)
+    if values.sizes["head"] == 1:  # a heat map of one column says less than points
+        _draw_by_layer(axes, values, names)
+        axes.set(ylabel=label, title=title)
         return
-    image = axes.imshow(entropy.values, cmap="viridis", aspect="auto", interpolation="nearest")
+    image = axes.imshow(values.values, cmap="viridis", aspect="auto", interpolation="nearest")
     axes.set_facecolor("lightgrey")  # heads that a layer does not have
     axes.grid(visible=False)
-    axes.set(xlabel="head", ylabel="layer", title=_least_head(entropy, names))
-    axes.set_xticks(_ticks(entropy.sizes["head"]))
+    axes.set(xlabel="head", ylabel="layer", title=title)
+    axes.set_xticks(_ticks(values.sizes["head"]))
     _label_layers(axes, names)
-    axes.figure.colorbar(image, ax=axes, label="entropy / nats")
+    axes.figure.colorbar(image, ax=axes, label=label)
 
 
-def _least_head(entropy: xr.DataArray, names: Sequence[str]) -> str:
-    """Return a title: where attention is sparsest, or that all heads are alike."""
-    values = entropy.values
+def _least_head(by_head: xr.DataArray, names: Sequence[str], label: str) -> str:
+    """Return a title: where the measure is least, or that all heads are alike."""
+    values, unit = by_head.values, f" {label.partition(' / ')[2]}".rstrip()
     if not np.isfinite(values).any():
-        return "No finite entropy"
+        return "No finite value"
     least, greatest = float(np.nanmin(values)), float(np.nanmax(values))
     if greatest - least < 0.005:
-        return f"All heads: {least:.2f} nats"
+        return f"All heads: {least:.2f}{unit}"
     layer, head = divmod(int(np.nanargmin(values)), values.shape[1])
-    return f"Sparsest: layer {_label(names[layer])}, head {head} ({least:.2f} nats)"
+    return f"Least: layer {_label(names[layer])}, head {head} ({least:.2f}{unit})"
 
 
 def _label_layers(axes: Axes, names: Sequence[str], *, along_x: bool = False) -> None:
@@ -147,21 +148,19 @@ def _draw_sinks(axes: Axes, data: xr.Dataset) -> None:
     names = short_names([str(name) for name in data.layer.values])
     _draw_by_layer(axes, sinks, names)
     mean = sinks.mean("head")
-    title = "No finite mass on sinks"
+    title = "No finite value"
     if mean.notnull().any():
         layer = int(np.nanargmax(mean.values))
         title = f"Most on sinks: layer {_label(names[layer])} ({float(mean[layer]):.0%})"
-    axes.set(ylabel="mass on sinks", title=title, ylim=(0, 1.06 * axes.get_ylim()[1]))
+    axes.set(ylabel=quantity(data.sink_mass), title=title, ylim=(0, 1.06 * axes.get_ylim()[1]))
 
 
-def _draw_entropy_over_steps(axes: Axes, data: xr.Dataset) -> None:
-    _draw_layers_over_steps(axes, data, data.entropy)
-    axes.set(ylabel="entropy / nats", title=_course("Entropy", data.entropy.mean(("layer", "head")), "nats"))
+def _draw_main_over_steps(axes: Axes, data: xr.Dataset) -> None:
+    _draw_layers_over_steps(axes, data, data[main_measure(data)])
 
 
 def _draw_sinks_over_steps(axes: Axes, data: xr.Dataset) -> None:
     _draw_layers_over_steps(axes, data, data.sink_mass)
-    axes.set(ylabel="mass on sinks", title=_course("Mass on sinks", data.sink_mass.mean(("layer", "head"))))
 
 
 def _draw_ranks_over_steps(axes: Axes, data: xr.Dataset) -> None:
@@ -183,6 +182,8 @@ def _draw_layers_over_steps(axes: Axes, data: xr.Dataset, variable: xr.DataArray
         draw = band if data.sizes["step"] > 1 else measured
         draw(axes, _steps(data), curve, index, f"layer {_label(names[layer])}", over="head")
     _finish_over_steps(axes, data)
+    name, _, unit = quantity(variable).partition(" / ")
+    axes.set(ylabel=quantity(variable), title=_course(name.capitalize(), variable.mean(("layer", "head")), unit))
 
 
 def _is_logarithmic(data: xr.Dataset) -> bool:
