@@ -26,11 +26,12 @@ from joma.watch.log_keys import LogKeys
 from joma.watch.probe_options import Policy, checked_options
 from joma.watch.recording import DEFAULT_MEASURES, Recording
 from joma.watch.trajectory import Measurement, Probe, trajectory_dataset
+from joma.watch.views import RecorderViews
 from joma.watch.watching import attention, check_model
 from joma.watch.weight_ranks import select_weights, stable_ranks
 
 
-class Recorder:
+class Recorder(RecorderViews):
     """Probe `model` on `batch` at the steps that are due, keep the trajectory, log it, and warn of collapse.
 
     A probe runs the model once in evaluation mode without gradients; it leaves training flags, gradients and random

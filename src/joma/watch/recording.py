@@ -18,6 +18,7 @@ from joma.arguments import InputError, StateError, choice
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.summary import MEASURES, AttentionCall, Sinks, check_measures
 from joma.watch.unseen import AttentionNotSeen, Kind, describe, unseen_reason
+from joma.watch.views import RecordingViews
 
 REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # axes of [measure, layer, batch, head, query]
     "mean": ((2, 4), ("head",)),
@@ -57,7 +58,7 @@ class _Pending:
         return value.shape, value.dtype, value.device, id(self.rows)
 
 
-class Recording:
+class Recording(RecordingViews):
     """The results of `attention`: the measures of each layer for each forward pass, in the order of the calls.
 
     Attributes:
@@ -97,6 +98,7 @@ class Recording:
         self._model_name = type(model).__name__
         self._passes: list[dict[str, Tensor]] = []  # for each layer [measure, *reduced], in the order of `_stored`
         self._pending: dict[str, _Pending] = {}  # of the current pass
+        self._row_counts: list[tuple[list[str], Tensor]] = []  # of layers that were reduced together
         self._call_stack: list[Frame] = []
         self._entry_modules: set[str] = set()  # modules that were called from outside during the current pass
         self._thread, self._other_threads = threading.get_ident(), False
@@ -162,6 +164,15 @@ class Recording:
                 position = (slice(None), index, names.index(layer), *map(slice, values.shape[1:]))
                 block[position] = values.double().cpu().numpy()
         return names, block[[self._stored.index(name) for name in self.measures]]
+
+    def row_counts(self) -> dict[str, int]:
+        """Return how many rows of attention were counted in all passes, by layer."""
+        self._reduce_pending()
+        rows: dict[str, int] = {}
+        for layers, counts in self._row_counts:
+            for layer, count in zip(layers, counts.tolist(), strict=True):
+                rows[layer] = rows.get(layer, 0) + count
+        return rows
 
     @property
     def active(self) -> bool:
@@ -286,17 +297,25 @@ class Recording:
         reduced: dict[str, Tensor] = {}
         with torch._C.DisableTorchFunction():  # these are not calls of the model: nothing is to be intercepted
             for labels in groups.values():
-                values = self._reduce([pending[label] for label in labels])
-                reduced.update(zip(labels, values.unbind(1), strict=True))
+                values = self._stack([pending[label] for label in labels])
+                counts = values[0].isnan().logical_not_().any(dim=2).sum(dim=(1, 2))
+                self._row_counts.append((labels, counts))
+                reduced.update(zip(labels, self._reduce(values).unbind(1), strict=True))
         for label in pending:  # in the order of the calls
             self._passes[-1][label] = reduced[label]
 
-    def _reduce(self, calls: list[_Pending]) -> Float[Tensor, "measure layer *reduced"]:
-        """Return the measures of calls of one shape, reduced, in the order of `_stored`."""
+    def _stack(self, calls: list[_Pending]) -> Float[Tensor, "computed layer batch head query"]:
+        """Return the measures of calls of one shape, NaN for rows that do not count."""
         values = torch.stack([call.values[name] for name in self._computed for call in calls])
         values = values.unflatten(0, (len(self._computed), len(calls)))
         if calls[0].rows is not None:
             values = values.where(calls[0].rows.to(values.device)[:, None], torch.nan)
+        return values
+
+    def _reduce(
+        self, values: Float[Tensor, "computed layer batch head query"]
+    ) -> Float[Tensor, "measure layer *reduced"]:
+        """Return the measures, reduced, in the order of `_stored`."""
         means = sum(MEASURES[name].reduction == "mean" for name in self._computed)
         parts = [values[:means]]
         if "effective_tokens" in self.measures:

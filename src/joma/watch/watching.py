@@ -43,6 +43,7 @@ def attention(
     precision: str = "highest",
     reduce: str = "mean",
     rows: Tensor | None = None,
+    maps: bool | int = False,
 ) -> Iterator[Recording]:
     """Record entropy and other measures of attention by layer and head for every forward pass inside the context.
 
@@ -68,6 +69,8 @@ def attention(
         rows: boolean [batch, query], the query positions that count, such as a tokenizer's `attention_mask`: a mask
             hides padding as a key, but a padded query still attends to the tokens before it. By default all query
             positions count that may attend to any key.
+        maps: whether to keep the queries and keys of the last pass, for `Recording.maps` and `plot_map`: True for at
+            most 256 MiB, or a number of bytes.
 
     Returns:
         A `Recording`, whose `.dataset()` has dims pass, layer, head. A layer has the name of the module that made the
@@ -82,6 +85,7 @@ def attention(
     check_model(model)
     options: dict[str, Any] = {"precision": precision, "reduce": reduce, "rows": rows}
     recording = Recording(model, measures=measures, top=top, sinks=sinks, **options)
+    recording.keep_maps(maps)
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         stack.enter_context(without_fast_path(modules.values()))

@@ -1,0 +1,126 @@
+"""How a recording and a recorder show themselves: attention maps, figures, and a small table as their `repr`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import xarray as xr
+from torch import nn
+
+from joma.arguments import StateError, whole
+from joma.probes.attention_call import AttentionCall
+from joma.watch.display import Summary, as_html, as_text, summarise_recording, summarise_trajectory
+from joma.watch.maps import KeptCalls, attention_maps, kept_calls
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Displayed:
+    """An object whose `repr` is a small table, in a terminal and in a notebook."""
+
+    def summary(self) -> Summary:
+        """Return the table."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return as_text(self.summary())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.summary())
+
+
+class RecordingViews(Displayed):
+    """The part of a `Recording` that shows what was recorded."""
+
+    listeners: list[Callable[[str, AttentionCall], None]]
+    pass_started: list[Callable[[], None]]
+    not_seen: Mapping[str, str] = MappingProxyType({})
+    _model_name: str
+    _kept: KeptCalls | None = None
+
+    def dataset(self) -> xr.Dataset:
+        """Return what was recorded."""
+        raise NotImplementedError
+
+    def row_counts(self) -> dict[str, int]:
+        """Return the number of rows by layer."""
+        raise NotImplementedError
+
+    def keep_maps(self, maps: bool | int) -> None:
+        """Keep the queries and keys of the last pass for `maps`, as the argument of `attention` says."""
+        self._kept = kept_calls(maps)
+        if self._kept is not None:
+            self.listeners.append(self._kept.keep)
+            self.pass_started.append(self._kept.start_pass)
+
+    def maps(self, layer: str | int, head: Any = None, **options: Any) -> xr.DataArray:
+        """Return attention weights of a layer in the last pass, computed again in float64 from its queries and keys.
+
+        The context must be opened with `attention(model, maps=True)`, which keeps at most 256 MiB, or with a number of
+        bytes. Dropout is not part of the weights. A learned sink (GPT-OSS) takes its share, so that rows sum to less
+        than 1.
+
+        Args:
+            layer: its name, or its number in the order of the calls.
+            head: a number, a slice or a list of numbers; all if not given.
+            queries, keys: the window, likewise. Rows are normalised over all keys, whatever window is shown.
+            tokens: strings for the positions, or a tokenizer's output, or token numbers together with `tokenizer`; for
+                all sequences or for each.
+            key_tokens: those of the keys, where they are other tokens, as in cross attention.
+            tokenizer: anything whose `decode([number])` returns a string.
+
+        Returns:
+            Weights with dims batch, head, query, key, and with coordinates `query_token`, `key_token` for tokens. NaN
+            where a query sees no key.
+        """
+        return attention_maps(self._kept, layer, head, **options)
+
+    def plot(self) -> Figure:
+        """Draw the entropy by layer and head, and the weight on the sinks by layer if it was measured."""
+        from joma.watch.figures import draw_recording
+
+        return draw_recording(self.dataset())
+
+    def plot_map(self, layer: str | int, head: int = 0, *, batch: int = 0, **options: Any) -> Figure:
+        """Draw the attention map of one head for one sequence of the last pass; other arguments as for `maps`."""
+        from joma.watch.figures import draw_map
+
+        weights = attention_maps(self._kept, layer, whole("head", head, low=0), **options)
+        return draw_map(weights.isel(batch=whole("batch", batch, low=0, high=weights.sizes["batch"] - 1), head=0))
+
+    def summary(self) -> Summary:
+        """Return the table that `repr` shows: by layer the heads, the entropy with its spread over heads, the rows."""
+        data = _data_or_none(self)
+        rows = {} if data is None else self.row_counts()
+        return summarise_recording(self._model_name, data, rows, self.not_seen)
+
+
+class RecorderViews(Displayed):
+    """The part of a `Recorder` that shows what was recorded."""
+
+    model: nn.Module
+
+    def dataset(self) -> xr.Dataset:
+        """Return the trajectory."""
+        raise NotImplementedError
+
+    def plot(self) -> Figure:
+        """Draw entropy by layer over the training with its spread over heads, sinks if measured, and stable ranks."""
+        from joma.watch.figures import draw_trajectory
+
+        return draw_trajectory(self.dataset())
+
+    def summary(self) -> Summary:
+        """Return the table that `repr` shows: by layer the entropy at the first and at the last probe."""
+        return summarise_trajectory(type(self.model).__name__, _data_or_none(self))
+
+
+def _data_or_none(source: RecordingViews | RecorderViews) -> xr.Dataset | None:
+    """Return the data, or None if nothing was recorded: a `repr` never raises an error."""
+    try:
+        return source.dataset()
+    except (StateError, ValueError):
+        return None
