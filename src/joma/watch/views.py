@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import xarray as xr
@@ -37,7 +36,7 @@ class RecordingViews(Displayed):
 
     listeners: list[Callable[[str, AttentionCall], None]]
     pass_started: list[Callable[[], None]]
-    not_seen: Mapping[str, str] = MappingProxyType({})
+    not_seen: dict[str, str]
     _model_name: str
     _kept: KeptCalls | None = None
 
