@@ -8,15 +8,18 @@ With scores s_ij, m their largest value so far and d = s − m, three sums over 
 
 and all follow m when it grows: a ← exp(δ) (a + δ z), z ← exp(δ) z, b ← exp(δ) b, δ = m_old − m_new. All terms of a sum
 have one sign, so nothing cancels. The largest scores of a row are merged with those of each block. Where the mean key
-is subtracted first (`entropy_blocks`), its score is added again to m alone.
+is subtracted first (`entropy_blocks`), its score is added again to m alone. Scores are in units of ln 2: on the CPU exp
+is slower than exp2, and a hundred times slower where it underflows, as for hidden keys.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
@@ -24,6 +27,8 @@ from joma.kernels.entropy_blocks import BlockSize, block_size, head_pieces, two_
 from joma.kernels.entropy_scores import Rows, Scores, hidden, modified
 from joma.kernels.products import exact_products
 
+LN2, LOG2E = math.log(2), 1 / math.log(2)
+_GROUP = 8  # scores
 HIDDEN = -1e30  # the score of a hidden key: exp gives 0, and 0 times it is still 0, which −inf would make NaN
 
 
@@ -48,7 +53,7 @@ def blocked(scores: Scores, top: int = 0, *, distance: bool = False) -> Rows:
             key = key.sub_(mean) if scores.plain else key
             for first in range(0, queries, size.queries):
                 index = (*part, slice(first, min(first + size.queries, queries)))
-                query = scores.query[index].to(scores.dtype) * scores.scale
+                query = scores.query[index].to(scores.dtype) * _unit(scores)
                 block = _RowBlock(scores, index, query.flatten(0, 1), key.flatten(0, 1))
                 sums = _RowSums(block.query, _Positions.of(scores, index[2]) if distance else None, min(top, keys))
                 block.accumulate(sums, workspace, size.keys)
@@ -91,41 +96,62 @@ class _RowSums:
 
     def add(self, d: Float[Tensor, "head row column"], e: Float[Tensor, "head row column"], start: int) -> None:
         """Add the scores `d` of the keys from number `start` on; both tensors are overwritten."""
+        highest = d
         if self.top.shape[-1]:
-            block = d.topk(min(self.top.shape[-1], d.shape[-1]), dim=-1, sorted=False).values
-            self.top = torch.cat([self.top, block], dim=-1).topk(self.top.shape[-1], dim=-1, sorted=False).values
-        new = torch.maximum(self.largest, d.amax(dim=-1, keepdim=True))
+            highest = _candidates(d, self.top.shape[-1])
+            self.top = torch.cat([self.top, highest], dim=-1).topk(self.top.shape[-1], dim=-1, sorted=False).values
+        new = torch.maximum(self.largest, highest.amax(dim=-1, keepdim=True))
         shift = self.largest - new
-        decay = shift.exp()
-        torch.exp(d.sub_(new), out=e)
-        z = e.sum(dim=-1, keepdim=True)
+        decay = shift.exp2()
+        torch.exp2(d.sub_(new), out=e)
         self.a = decay * (self.a + shift * self.z)
-        self.z = decay * self.z + z
+        self.z = decay * self.z + e.sum(dim=-1, keepdim=True)
         self.a += d.mul_(e).sum(dim=-1, keepdim=True)
         self.largest = new
         if self.positions is not None:
-            self.b = decay * self.b + self._distances(e, z, start)
+            self.b = decay * self.b + self._distances(e, start)
 
-    def _distances(
-        self, e: Float[Tensor, "head row column"], z: Float[Tensor, "head row 1"], start: int
-    ) -> Float[Tensor, "head row 1"]:
-        """Return Σ_j e_ij |position of i − j| over one block of keys, all of whose terms are positive."""
+    def _distances(self, e: Float[Tensor, "head row column"], start: int) -> Float[Tensor, "head row 1"]:
+        """Return Σ_j e_ij |position of i − j| over one block of keys; all terms are positive.
+
+        Keys on one side of all rows need no matrix of distances: with the last key n before the rows,
+        Σ_j e_j (i − j) = (i − n) Σ_j e_j + Σ_j e_j (n − j).
+        """
         assert self.positions is not None
         (low, high), position = self.positions.range, self.positions.values[:, None]
         column = torch.arange(start, start + e.shape[-1], device=e.device, dtype=e.dtype)
-        for edge, before in ((start + e.shape[-1] - 1, True), (start, False)):
-            if low >= edge if before else high <= edge:  # all keys are on one side: a product instead of a matrix
-                return (position - edge).abs() * z + (e @ (column - edge).abs())[..., None]
-        return e.mul_((position - column).abs()).sum(dim=-1, keepdim=True)
+        first = min(max(low + 1 - start, 0), e.shape[-1])  # keys before it are on the left of all rows
+        last = min(max(high - start, first), e.shape[-1])  # keys from it on are on the right of all rows
+        left, right = start + first - 1, start + last  # the nearest of these keys
+        before, after = (e[..., part].sum(dim=-1, keepdim=True) for part in (slice(first), slice(last, None)))
+        total = (position - left).clamp(min=0) * before + (right - position).clamp(min=0) * after
+        total += (e @ ((left - column).clamp(min=0) + (column - right).clamp(min=0)))[..., None]
+        if first < last:
+            total += (e[..., first:last] * (position - column[first:last]).abs()).sum(dim=-1, keepdim=True)
+        return total
 
     def measures(self, mean_score: Float[Tensor, "head row 1"]) -> Float[Tensor, "seven head row"]:
         """Return entropy, largest weight, log-sum, largest score, weight of the top keys, distance and visible keys."""
         log_z = self.z.log()
-        top = (self.top - self.largest).exp().sum(dim=-1, keepdim=True) / self.z
-        peak = self.largest + mean_score
-        values = [log_z - self.a / self.z, 1 / self.z, peak + log_z, peak, top.clamp(max=1), self.b / self.z]
+        top = (self.top - self.largest).exp2().sum(dim=-1, keepdim=True) / self.z
+        peak = LN2 * (self.largest + mean_score)
+        values = [log_z - LN2 * self.a / self.z, 1 / self.z, peak + log_z, peak, top.clamp(max=1), self.b / self.z]
         results = torch.stack(values)[..., 0].masked_fill(self.largest[..., 0] <= HIDDEN / 2, torch.nan)
         return torch.cat([results, self.visible.squeeze(-1)[None]])
+
+
+def _candidates(d: Float[Tensor, "head row column"], top: int) -> Float[Tensor, "head row candidate"]:
+    """Return scores of each row, the `top` largest among them.
+
+    These are in the groups with the largest maxima, which the CPU selects in half the time for short rows.
+    """
+    groups = d.shape[-1] // _GROUP
+    if groups <= top or not d.is_cpu:
+        return d.topk(min(top, d.shape[-1]), dim=-1, sorted=False).values
+    grouped, rest = d[..., : groups * _GROUP].unflatten(-1, (_GROUP, groups)), d[..., groups * _GROUP :]
+    chosen = grouped.amax(dim=-2).topk(top, dim=-1, sorted=False).indices
+    members = grouped.gather(-1, chosen[..., None, :].expand(-1, -1, _GROUP, -1))
+    return torch.cat([members.flatten(-2), rest], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -149,28 +175,42 @@ class _RowBlock:
             sums.add(d, e, start)
 
     def _fill(self, d: Float[Tensor, "head row column"], start: int) -> None:
-        """Write the scores of the keys from number `start` on into `d`, `HIDDEN` for those that are hidden."""
+        """Write the scores of the keys from number `start` on into `d`, `HIDDEN` or less for those that are hidden."""
         scores, stop = self.scores, start + d.shape[-1]
         torch.bmm(self.query, self.key[:, start:stop].mT, out=d)
         if scores.softcap is not None:
-            d.div_(scores.softcap).tanh_().mul_(scores.softcap)
+            d.tanh_().mul_(scores.softcap)
         samples, heads, rows = self.index
         block = d.unflatten(0, (samples.stop - samples.start, -1))
         if scores.score_mod is not None:
             sizes, parts = (*scores.query.shape[:2], stop), (samples, heads, slice(start, stop))
             batch, head, key = (torch.arange(n, device=d.device)[part] for n, part in zip(sizes, parts, strict=True))
             values = modified(scores.score_mod, block, (batch, head, scores.numbers[rows], key))
-            block.copy_(values.masked_fill_(values == -torch.inf, HIDDEN))
+            block.copy_(values.clamp_(min=HIDDEN))
+        if not scores.plain:
+            d *= LOG2E
         if scores.mask is not None:
-            _apply_mask(block, scores.mask[self.index][..., start:stop])
+            block.add_(_bias(scores.mask[self.index][..., start:stop], d.dtype))
         if scores.causal:
             _hide_later(d, rows.start - start)
 
 
-def _apply_mask(d: Float[Tensor, "batch head row column"], mask: Shaped[Tensor, "batch head row column"]) -> None:
-    if mask.dtype != torch.bool:
-        d += mask
-    d.masked_fill_(hidden(mask), HIDDEN)
+def _unit(scores: Scores) -> float:
+    """Return the factor of the queries: to scores in units of ln 2, or to what is capped or modified first."""
+    return scores.scale * (LOG2E if scores.plain else 1 / (scores.softcap or 1.0))
+
+
+def _bias(
+    mask: Shaped[Tensor, "batch head row column"], dtype: torch.dtype
+) -> Float[Tensor, "some_batch some_head row column"]:
+    """Return what a mask adds to the scores in units of ln 2; once for all heads that share it.
+
+    Filling where a boolean is False takes the CPU longer than the product of queries and keys.
+    """
+    mask = mask[: 1 if mask.stride(0) == 0 else None, : 1 if mask.stride(1) == 0 else None]
+    if mask.dtype == torch.bool:
+        return mask.to(dtype).sub_(1).mul_(-HIDDEN)
+    return F.threshold(mask.to(dtype), torch.finfo(mask.dtype).min / 2, HIDDEN).mul_(LOG2E)
 
 
 def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:
