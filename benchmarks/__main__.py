@@ -19,6 +19,7 @@ NAMES = (
     "probes",
     "bounce",
     "watch",
+    "activations",
     "series",
     "symmetry",
     "storage",

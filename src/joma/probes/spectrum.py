@@ -57,7 +57,8 @@ def participation_ratio(states: ArrayLike | Tensor, *, centred: bool = True) -> 
 def state_ranks(states: ArrayLike | Tensor, rows: Bool[Tensor, "*batch vector"] | None = None) -> StateRanks:
     """Return the stable rank of the states and the participation ratio of their covariance, from one Gram matrix.
 
-    Nothing waits for the device. Above 256 dimensions the stable rank comes from a fixed number of Lanczos steps.
+    Nothing waits for the device. Above 256 dimensions the stable rank comes from a fixed number of Lanczos steps: at
+    1,500 dimensions it is 5e-4 too large for eigenvalues that fall linearly to 0, 3e-8 for random states.
 
     Args:
         states: [*batch, vector, dim], floating.
