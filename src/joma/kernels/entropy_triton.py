@@ -77,7 +77,7 @@ def row_sums(scores: Scores, products: str, tile: Tile | None = None) -> tuple[T
     if scores.scale < 0:  # the kernel takes the largest score before it scales
         query = -query
     centred = query.dtype == torch.float32  # a bfloat16 key minus its mean would be rounded
-    mask = _mask_operand(scores.mask, query)
+    mask = mask_operand(scores.mask, query)
     with nullcontext() if query.device.index == torch.cuda.current_device() else torch.cuda.device(query.device):
         _kernel[(triton.cdiv(queries, tile.queries) * batch * heads,)](
             Operand(query, query.stride()),
@@ -86,8 +86,7 @@ def row_sums(scores: Scores, products: str, tile: Tile | None = None) -> tuple[T
             key.mean(dim=2) if centred else key,
             (entropy, largest),
             Sizes(heads, scores.group, queries, key.shape[2]),
-            abs(scores.scale) * _LOG2E,
-            mask.least,
+            (abs(scores.scale) * _LOG2E, mask.least),
             DIM=dim,
             WIDTH=max(16, triton.next_power_of_2(dim)),
             QUERIES=tile.queries,
@@ -102,7 +101,7 @@ def row_sums(scores: Scores, products: str, tile: Tile | None = None) -> tuple[T
     return entropy, largest
 
 
-def _mask_operand(mask: Tensor | None, query: Tensor) -> Mask:
+def mask_operand(mask: Tensor | None, query: Tensor) -> Mask:
     """Return the mask for the kernel; without one the queries stand in for its pointer, which is never read."""
     if mask is None:
         return Mask(Operand(query, (0, 0, 0, 0)), 0, 0.0)
@@ -121,8 +120,7 @@ def _kernel(
     mean_ptr,
     results,  # pointers to entropy and largest weight
     sizes,  # Sizes
-    scale,
-    least,
+    numbers,  # scale, and the bias that hides a key
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -162,15 +160,16 @@ def _kernel(
     clear = (clear // KEYS) * KEYS  # up to here every row sees every key
     if MASKED != 0:
         clear = clear * 0
+    tile = (queries, mean, rows, dims)
     for start in range(0, clear, KEYS):
         peak, z, a = _step(
-            (peak, z, a), (queries, mean, rows, dims), key_ptr, mask_ptr, key.strides, mask.strides, start, sizes,
-            scale, least, DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, False,
+            (peak, z, a), tile, (key_ptr, mask_ptr), (key.strides, mask.strides), start, sizes, numbers,
+            DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, False,
         )  # fmt: skip
     for start in range(clear, end, KEYS):
         peak, z, a = _step(
-            (peak, z, a), (queries, mean, rows, dims), key_ptr, mask_ptr, key.strides, mask.strides, start, sizes,
-            scale, least, DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, True,
+            (peak, z, a), tile, (key_ptr, mask_ptr), (key.strides, mask.strides), start, sizes, numbers,
+            DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, True,
         )  # fmt: skip
     _store(results, (batch * sizes.heads + head) * sizes.queries + rows, rows < sizes.queries, peak, z, a)
 
@@ -187,17 +186,81 @@ def _store(results, offsets, inside, peak, z, a):
 
 
 @jit
-def _step(
-    sums,  # the largest score so far, z and a
+def tile_scores(
     tile,  # the queries, the mean key, the numbers of the rows and of the dimensions
-    key_ptr,
-    mask_ptr,
-    key_strides,
-    mask_strides,
+    pointers,  # to the keys and to the mask
+    strides,  # of both
     start,
     sizes,  # Sizes
-    scale,
-    least,
+    numbers,  # scale, the bias that hides a key and, if capped, the cap
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CENTRED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    EDGE: tl.constexpr,
+    ROTATION: tl.constexpr = 0,
+):
+    """Return the products of the queries with one block of keys, and their scores; `EDGE` if some may be hidden.
+
+    A hidden score is −1e30 in both. With a mask or a cap both are the scores, else the second is scale times the first.
+    With a rotation the columns begin with another key in every block.
+    """
+    query, mean, rows, dims = tile
+    columns = start + (tl.arange(0, KEYS) + ROTATION * (start // KEYS)) % KEYS
+    offsets = columns.to(tl.int64)[None, :] * strides[0][2] + dims[:, None] * strides[0][3]
+    inside = (dims < DIM)[:, None]
+    if EDGE:
+        inside = inside & (columns < sizes.keys)[None, :]
+    key = tl.load(pointers[0] + offsets, mask=inside, other=0.0)
+    if CENTRED:
+        key = key - mean[:, None]
+    products = tl.dot(query, key, input_precision=PRODUCTS)
+    scores = products * numbers[0]
+    if CAPPED:
+        ratio = scores / numbers[2]
+        shrink = tl.exp2(-2.8853900817779268 * tl.abs(ratio))  # exp(−2 |ratio|), of which tanh is a fraction
+        scores = tl.where(ratio < 0, -numbers[2], numbers[2]) * (1 - shrink) / (1 + shrink)
+        products = scores
+    if EDGE:
+        seen = (columns < sizes.keys)[None, :] & (rows < sizes.queries)[:, None]
+        if CAUSAL:
+            seen = seen & (columns[None, :] <= rows[:, None])
+        if MASKED != 0:
+            row_ptr = pointers[1] + rows.to(tl.int64)[:, None] * strides[1][2]
+            entry_ptr = row_ptr + columns.to(tl.int64)[None, :] * strides[1][3]
+            if MASKED == 1:
+                seen = seen & (tl.load(entry_ptr, mask=seen, other=0) != 0)
+            else:
+                bias = tl.load(entry_ptr, mask=seen, other=0.0).to(tl.float32)
+                seen = seen & (bias > numbers[1])
+                scores += bias * 1.4426950408889634
+            products = scores
+        scores = tl.where(seen, scores, -1e30)
+        products = tl.where(seen, products, -1e30)
+    return products, scores
+
+
+@jit
+def largest_score(products, scores, scale, MASKED: tl.constexpr, CAPPED: tl.constexpr, EDGE: tl.constexpr):
+    """Return the largest score of each row; where nothing is hidden it is scaled after the search, with fewer products."""
+    if EDGE or MASKED != 0 or CAPPED:
+        return tl.max(scores, 1)
+    else:
+        return tl.max(products, 1) * scale
+
+
+@jit
+def _step(
+    sums,  # the largest score so far, z and a
+    tile,
+    pointers,
+    strides,
+    start,
+    sizes,
+    numbers,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -206,38 +269,13 @@ def _step(
     PRODUCTS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Add one block of keys to the sums; `EDGE` if some of its scores may be hidden."""
+    """Add one block of keys to the sums."""
     peak, z, a = sums
-    query, mean, rows, dims = tile
-    columns = start + tl.arange(0, KEYS)
-    offsets = columns.to(tl.int64)[None, :] * key_strides[2] + dims[:, None] * key_strides[3]
-    inside = (dims < DIM)[:, None]
-    if EDGE:
-        inside = inside & (columns < sizes.keys)[None, :]
-    key = tl.load(key_ptr + offsets, mask=inside, other=0.0)
-    if CENTRED:
-        key = key - mean[:, None]
-    scores = tl.dot(query, key, input_precision=PRODUCTS)
-    if EDGE:
-        scores *= scale
-        seen = (columns < sizes.keys)[None, :] & (rows < sizes.queries)[:, None]
-        if CAUSAL:
-            seen = seen & (columns[None, :] <= rows[:, None])
-        if MASKED != 0:
-            row_ptr = mask_ptr + rows.to(tl.int64)[:, None] * mask_strides[2]
-            entry_ptr = row_ptr + columns.to(tl.int64)[None, :] * mask_strides[3]
-            if MASKED == 1:
-                seen = seen & (tl.load(entry_ptr, mask=seen, other=0) != 0)
-            else:
-                bias = tl.load(entry_ptr, mask=seen, other=0.0).to(tl.float32)
-                seen = seen & (bias > least)
-                scores += bias * 1.4426950408889634
-        scores = tl.where(seen, scores, -1e30)
-        new = tl.maximum(peak, tl.max(scores, 1))
-        d = scores - new[:, None]
-    else:  # scaled and shifted in one instruction
-        new = tl.maximum(peak, tl.max(scores, 1) * scale)
-        d = scores * scale - new[:, None]
+    products, scores = tile_scores(
+        tile, pointers, strides, start, sizes, numbers, DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, False, EDGE
+    )
+    new = tl.maximum(peak, largest_score(products, scores, numbers[0], MASKED, False, EDGE))
+    d = scores - new[:, None]  # scaled and shifted in one instruction
     shift = peak - new
     decay = tl.exp2(shift)
     e = tl.exp2(d)
