@@ -131,6 +131,42 @@ def _kernel(
     PRODUCTS: tl.constexpr,
 ):
     """Compute one block of queries of one head."""
+    tile, pointers, strides, ends, row_offsets = query_block(
+        query, key, mask, mean_ptr, sizes, DIM, WIDTH, QUERIES, KEYS, CAUSAL, CENTRED, MASKED
+    )
+    clear, end = ends
+    peak = tl.full([QUERIES], -1e30, dtype=tl.float32)
+    z = tl.zeros([QUERIES], dtype=tl.float32)
+    a = tl.zeros([QUERIES], dtype=tl.float32)
+    for start in range(0, clear, KEYS):
+        peak, z, a = _step(
+            (peak, z, a), tile, pointers, strides, start, sizes, numbers,
+            DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, False,
+        )  # fmt: skip
+    for start in range(clear, end, KEYS):
+        peak, z, a = _step(
+            (peak, z, a), tile, pointers, strides, start, sizes, numbers,
+            DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, True,
+        )  # fmt: skip
+    _store(results, row_offsets, tile[2] < sizes.queries, peak, z, a)
+
+
+@jit
+def query_block(
+    query,
+    key,
+    mask,
+    mean_ptr,
+    sizes,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CENTRED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return this program's queries, where its keys and mask are, the ends of its loops, and where its results go."""
     blocks = tl.cdiv(sizes.queries, QUERIES)
     batch_head = tl.program_id(0) // blocks
     block = blocks - 1 - tl.program_id(0) % blocks  # if causal, those with the most keys first
@@ -149,9 +185,6 @@ def _kernel(
     if CENTRED:
         first = (batch * (sizes.heads // sizes.group) + shared) * DIM
         mean = tl.load(mean_ptr + first + dims, mask=dims < DIM, other=0.0)
-    peak = tl.full([QUERIES], -1e30, dtype=tl.float32)
-    z = tl.zeros([QUERIES], dtype=tl.float32)
-    a = tl.zeros([QUERIES], dtype=tl.float32)
     end = sizes.keys
     clear = sizes.keys
     if CAUSAL:
@@ -160,18 +193,8 @@ def _kernel(
     clear = (clear // KEYS) * KEYS  # up to here every row sees every key
     if MASKED != 0:
         clear = clear * 0
-    tile = (queries, mean, rows, dims)
-    for start in range(0, clear, KEYS):
-        peak, z, a = _step(
-            (peak, z, a), tile, (key_ptr, mask_ptr), (key.strides, mask.strides), start, sizes, numbers,
-            DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, False,
-        )  # fmt: skip
-    for start in range(clear, end, KEYS):
-        peak, z, a = _step(
-            (peak, z, a), tile, (key_ptr, mask_ptr), (key.strides, mask.strides), start, sizes, numbers,
-            DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, True,
-        )  # fmt: skip
-    _store(results, (batch * sizes.heads + head) * sizes.queries + rows, rows < sizes.queries, peak, z, a)
+    row_offsets = (batch * sizes.heads + head) * sizes.queries + rows
+    return (queries, mean, rows, dims), (key_ptr, mask_ptr), (key.strides, mask.strides), (clear, end), row_offsets
 
 
 @jit
@@ -245,11 +268,8 @@ def tile_scores(
 
 @jit
 def largest_score(products, scores, scale, MASKED: tl.constexpr, CAPPED: tl.constexpr, EDGE: tl.constexpr):
-    """Return the largest score of each row; where nothing is hidden it is scaled after the search, with fewer products."""
-    if EDGE or MASKED != 0 or CAPPED:
-        return tl.max(scores, 1)
-    else:
-        return tl.max(products, 1) * scale
+    """Return the largest score of each row; where nothing is hidden it is scaled after the search."""
+    return tl.max(scores, 1) if EDGE or MASKED != 0 or CAPPED else tl.max(products, 1) * scale
 
 
 @jit

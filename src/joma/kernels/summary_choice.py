@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from joma.kernels import entropy_choice
 from joma.kernels.entropy_scores import Rows, Scores
 from joma.kernels.summary_blocks import blocked
 
@@ -24,9 +25,32 @@ class Implementation(NamedTuple):
     fits: Callable[[Scores], bool]
 
 
+def exact(scores: Scores, top: int = 0, *, distance: bool = False) -> Rows:
+    """Return the rows from our Triton kernels: half-precision products are exact, float32 ones within 1e-6."""
+    from joma.kernels import summary_triton  # triton comes with PyTorch for CUDA only
+
+    return summary_triton.summary_sums(scores, "tf32x3", top, distance=distance)
+
+
+def rounded(scores: Scores, top: int = 0, *, distance: bool = False) -> Rows:
+    """Return the rows from our Triton kernels with float32 products rounded to TF32."""
+    from joma.kernels import summary_triton
+
+    return summary_triton.summary_sums(scores, "tf32", top, distance=distance)
+
+
+def fits_triton(scores: Scores) -> bool:
+    """Return whether our Triton kernels support these scores on this device."""
+    return scores.score_mod is None and not scores.backwards and entropy_choice.fits_triton(scores)
+
+
 # In the order of preference, by precision.
-IMPLEMENTATIONS = {"blocked": Implementation(blocked, lambda _: True)}
-ORDERS = {"highest": ("blocked",), "high": ("blocked",)}
+IMPLEMENTATIONS = {
+    "exact": Implementation(exact, fits_triton),
+    "rounded": Implementation(rounded, fits_triton),
+    "blocked": Implementation(blocked, lambda _: True),
+}
+ORDERS = {"highest": ("exact", "blocked"), "high": ("rounded", "blocked")}
 
 
 def summary_sums(scores: Scores, precision: str, top: int = 0, *, distance: bool = False) -> Rows:

@@ -13,31 +13,17 @@ happens again, by a search for one score after the other. So the result is exact
 
 import math
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from joma.kernels.entropy_scores import Scores
-from joma.kernels.entropy_triton import Operand, Sizes, Tile, largest_score, mask_operand, tile_scores
+from joma.kernels.entropy_scores import Rows, Scores
+from joma.kernels.entropy_triton import Operand, Sizes, Tile, largest_score, mask_operand, query_block, tile_scores
 from joma.kernels.gpu import jit
 
 _LOG2E = 1 / math.log(2)
-MAX_TOP = 16
 _ROTATION = 17  # of the keys of a block, times its number, when rows are computed again
-
-
-class Sums(NamedTuple):
-    """Measures of each row, [batch, head, query] in float32; NaN where all keys are hidden, None if not computed."""
-
-    entropy: Tensor
-    largest_weight: Tensor
-    log_sum: Tensor  # the natural logarithm of the sum of exp(score)
-    largest_logit: Tensor
-    distance: Tensor | None
-    top_mass: Tensor | None
 
 
 def default_tile(dtype: torch.dtype, dim: int) -> Tile:
@@ -48,20 +34,20 @@ def default_tile(dtype: torch.dtype, dim: int) -> Tile:
 
 
 def summary_sums(
-    scores: Scores, products: str, *, top: int = 0, distance: bool = False, softcap: float = 0.0, tile: Tile | None = None
-) -> Sums:
+    scores: Scores, products: str, top: int = 0, *, distance: bool = False, tile: Tile | None = None
+) -> Rows:
     """Return the measures of each row; float32 products are "tf32", "tf32x3" or "ieee", `top` is 0 or 1 to 16."""
     query, key = scores.query, scores.key
     batch, heads, queries, dim = query.shape
     keys = key.shape[2]
     tile = tile or default_tile(query.dtype, dim)
     results = torch.empty(6, batch, heads, queries, dtype=torch.float32, device=query.device)
+    softcap = scores.softcap or 0.0
     unsure = torch.empty(batch * heads * queries if top > 1 else 1, dtype=torch.int8, device=query.device)
     if scores.scale < 0:  # the kernel takes the largest score before it scales
         query = -query
     centred = query.dtype == torch.float32 and not softcap  # a bfloat16 key minus its mean would be rounded
     mask = mask_operand(scores.mask, query)
-    shift = 0 if scores.causal else max(0, keys - queries)
     operands = (
         Operand(query, query.stride()),
         Operand(key, key.stride()),
@@ -69,20 +55,12 @@ def summary_sums(
         key.mean(dim=2) if centred else key,
         results.unbind(),
         Sizes(heads, scores.group, queries, keys),
-        (abs(scores.scale) * _LOG2E, mask.least, softcap * _LOG2E, shift),
+        (abs(scores.scale) * _LOG2E, mask.least, softcap * _LOG2E, scores.offset),
     )
     constants = {
-        "DIM": dim,
-        "WIDTH": max(16, triton.next_power_of_2(dim)),
-        "QUERIES": tile.queries,
-        "KEYS": tile.keys,
-        "CAUSAL": scores.causal,
-        "CENTRED": centred,
-        "MASKED": mask.kind,
-        "PRODUCTS": products,
-        "CAPPED": bool(softcap),
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
+        **{"DIM": dim, "WIDTH": max(16, triton.next_power_of_2(dim)), "QUERIES": tile.queries, "KEYS": tile.keys},
+        **{"CAUSAL": scores.causal, "CENTRED": centred, "MASKED": mask.kind, "CAPPED": bool(softcap)},
+        **{"PRODUCTS": products, "num_warps": tile.warps, "num_stages": tile.stages},
     }
     grid = (triton.cdiv(queries, tile.queries) * batch * heads,)
     with nullcontext() if query.device.index == torch.cuda.current_device() else torch.cuda.device(query.device):
@@ -91,8 +69,9 @@ def summary_sums(
             _top_kernel[grid](*operands, unsure, TOP=top, ROTATION=0, **constants)
             _top_kernel[grid](*operands, unsure, TOP=top, ROTATION=_ROTATION, **constants)
             _search_kernel[grid](*operands, unsure, TOP=top, **constants)
-    far, mass = results[4:]
-    return Sums(*results[:4], far if distance else None, mass if top > 1 else results[1] if top else None)
+    entropy, largest, log_sum, largest_logit, far, mass = results
+    mass = None if top == 0 else largest if top == 1 else mass
+    return Rows(entropy, largest, log_sum, largest_logit, mass, far if distance else None)
 
 
 @jit
@@ -101,7 +80,7 @@ def _sums_kernel(
     key,  # Operand
     mask,  # Operand
     mean_ptr,
-    results,  # pointers, in the order of `Sums`
+    results,  # pointers to entropy, largest weight, log sum, largest logit, distance and top mass
     sizes,  # Sizes
     numbers,  # scale, the bias that hides a key, the cap, and the number of keys before the first query
     DIM: tl.constexpr,
@@ -116,7 +95,7 @@ def _sums_kernel(
     DISTANCE: tl.constexpr,
 ):
     """Compute everything but the top mass, for one block of queries of one head."""
-    tile, pointers, strides, ends, row_offsets = _block(
+    tile, pointers, strides, ends, row_offsets = query_block(
         query, key, mask, mean_ptr, sizes, DIM, WIDTH, QUERIES, KEYS, CAUSAL, CENTRED, MASKED
     )
     queries, mean, rows, _ = tile
@@ -141,58 +120,12 @@ def _sums_kernel(
 
 
 @jit
-def _block(
-    query,
-    key,
-    mask,
-    mean_ptr,
-    sizes,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CENTRED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Return this program's queries, where its keys and mask are, the ends of its loops, and where its results go."""
-    blocks = tl.cdiv(sizes.queries, QUERIES)
-    batch_head = tl.program_id(0) // blocks
-    block = blocks - 1 - tl.program_id(0) % blocks  # if causal, those with the most keys first
-    batch = (batch_head // sizes.heads).to(tl.int64)
-    head = (batch_head % sizes.heads).to(tl.int64)
-    rows = block * QUERIES + tl.arange(0, QUERIES)
-    dims = tl.arange(0, WIDTH)
-    inside = (rows < sizes.queries)[:, None] & (dims < DIM)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * query.strides[2] + dims[None, :] * query.strides[3]
-    query_ptr = query.pointer + batch * query.strides[0] + head * query.strides[1]
-    queries = tl.load(query_ptr + offsets, mask=inside, other=0.0)
-    shared = head // sizes.group
-    key_ptr = key.pointer + (batch * key.strides[0] + shared * key.strides[1])
-    mask_ptr = mask.pointer + (batch * mask.strides[0] + head * mask.strides[1])
-    mean = tl.zeros([WIDTH], dtype=tl.float32)
-    if CENTRED:
-        first = (batch * (sizes.heads // sizes.group) + shared) * DIM
-        mean = tl.load(mean_ptr + first + dims, mask=dims < DIM, other=0.0)
-    end = sizes.keys
-    clear = sizes.keys
-    if CAUSAL:
-        end = tl.minimum(sizes.keys, (block + 1) * QUERIES)
-        clear = tl.minimum(sizes.keys, block * QUERIES)
-    clear = (clear // KEYS) * KEYS  # up to here every row sees every key
-    if MASKED != 0:
-        clear = clear * 0
-    row_offsets = (batch * sizes.heads + head) * sizes.queries + rows
-    return (queries, mean, rows, dims), (key_ptr, mask_ptr), (key.strides, mask.strides), (clear, end), row_offsets
-
-
-@jit
 def _top_kernel(
     query,  # Operand
     key,  # Operand
     mask,  # Operand
     mean_ptr,
-    results,  # pointers, in the order of `Sums`
+    results,  # pointers to entropy, largest weight, log sum, largest logit, distance and top mass
     sizes,  # Sizes
     numbers,  # scale, the bias that hides a key, the cap, and the number of keys before the first query
     unsure_ptr,  # whether a row is to be computed again
@@ -209,11 +142,11 @@ def _top_kernel(
     ROTATION: tl.constexpr,
 ):
     """Compute the top mass, for one block of queries of one head; with a rotation, only where a row is unsure."""
-    tile, pointers, strides, ends, row_offsets = _block(
+    tile, pointers, strides, ends, row_offsets = query_block(
         query, key, mask, mean_ptr, sizes, DIM, WIDTH, QUERIES, KEYS, CAUSAL, CENTRED, MASKED
     )
     within = tile[2] < sizes.queries
-    if ROTATION != 0:
+    if ROTATION != 0:  # noqa: SIM102 (known when compiled, unlike the next)
         if tl.max(tl.load(unsure_ptr + row_offsets, mask=within, other=0), 0) == 0:
             return
     clear, end = ends
@@ -319,7 +252,7 @@ def _search_kernel(
     TOP: tl.constexpr,
 ):
     """Compute the top mass of the rows that are still unsure: one pass for each of the heaviest weights."""
-    tile, pointers, strides, ends, row_offsets = _block(
+    tile, pointers, strides, ends, row_offsets = query_block(
         query, key, mask, mean_ptr, sizes, DIM, WIDTH, QUERIES, KEYS, CAUSAL, CENTRED, MASKED
     )
     within = tile[2] < sizes.queries
