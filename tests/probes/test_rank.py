@@ -67,6 +67,24 @@ def test_large_matrices_agree_with_singular_values(w):
     assert_agrees(w)
 
 
+@settings(max_examples=15)
+@given(matrices(st.integers(257, 420)))
+def test_the_bounds_that_a_gpu_computes_in_float32_agree_with_singular_values(w):
+    w = (w / w.abs().max()).float()
+    norm = torch.linalg.svdvals(w.double())[0]
+    size = torch.linalg.vector_norm(w)[None, None]
+    lower, upper = (float(bound.sqrt() * size) for bound in rank._medium_bounds(w, size))
+    assert lower == pytest.approx(float(norm), rel=5e-6)
+    assert upper >= norm * (1 - 2e-6)
+    assert (upper / lower) ** 2 - 1 <= 2e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(700, 900), (3, 300, 280), (3100, 3200)])
+def test_a_gpu_agrees_with_singular_values(shape):
+    assert_agrees(torch.randn(shape, generator=torch.Generator().manual_seed(0)).cuda())
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 20, 30), (3, 300, 280)])
 def test_leading_axes_are_a_batch(shape):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 5, shape[-1])
