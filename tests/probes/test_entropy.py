@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import joma
 from joma.arguments import InputError
 from joma.kernels import entropy_blocks
 from joma.probes.entropy import attention_entropy, attention_rows, effective_tokens, mean_entropy, shannon_entropy
+from largest_tensor import LargestTensor
 
 TINY = entropy_blocks.BlockSize(60, 3, 5)  # so that a short input has many blocks
 
@@ -183,6 +183,9 @@ def test_arguments_mean_what_they_mean_to_torch(case, tiny):
     torch.testing.assert_close(ours.largest, largest, rtol=0, atol=1e-12)
     torch.testing.assert_close(ours.effective, entropies.exp(), rtol=0, atol=1e-10)
     torch.testing.assert_close(attention_entropy(query, key, **options), entropies, rtol=0, atol=1e-12)
+    names = {"causal": "is_causal", "mask": "attn_mask"}
+    renamed = {names.get(name, name): value for name, value in options.items()}
+    torch.testing.assert_close(attention_entropy(query, key, **renamed), entropies, rtol=0, atol=1e-12)
 
 
 @settings(max_examples=50)
@@ -225,20 +228,6 @@ def test_uniform_causal_attention_has_the_known_mean():
     assert mean_entropy(rows.entropy).item() == pytest.approx(2.63246, abs=5e-6)  # ln(35!)/35
     torch.testing.assert_close(rows.relative[1:], torch.ones(34))
     torch.testing.assert_close(effective_tokens(rows.entropy), torch.arange(1.0, 36.0))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remember the size of the largest tensor that any operation returned."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        del types
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.itemsize)
-        return result
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -293,6 +282,8 @@ Q = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
         ({"mask": torch.ones(6, 6, dtype=torch.int64)}, "mask", "int64"),
         ({"scale": float("nan")}, "scale", "NaN"),
         ({"precision": "hihgest"}, "precision", "did you mean 'highest'"),
+        ({"causal": False, "is_causal": True}, "is_causal", "left out where `causal` is given, got both"),
+        ({"mask": Q[0, 0], "attn_mask": Q[0, 0]}, "attn_mask", "left out where `mask` is given, got both"),
     ],
 )
 @pytest.mark.parametrize("function", [attention_entropy, attention_rows])
