@@ -24,9 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from joma.arguments import InputError
 from joma.probes.summary import AttentionCall, summary_rows
+from joma.watch.layouts import LAYOUTS, attends_globally, in_order
 from joma.watch.recording import Recording
 from joma.watch.softmaxes import SOFTMAXES, Softmaxes, Use, attention_logits, head_count
-from joma.watch.unseen import attends_to_channels
+from joma.watch.unseen import never_recorded
 
 _SDPA = F.scaled_dot_product_attention
 _MULTI_HEAD = F.multi_head_attention_forward
@@ -125,9 +126,20 @@ class Interceptor(TorchFunctionMode):
             logits = args[0] if args else kwargs["input"]
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
             if isinstance(dim, int) and logits.ndim > 2:
-                stacks = {recording: recording.call_stack for recording in active}
-                self.softmaxes.add(logits, weights, dim, stacks)
+                self._note_softmax(active, logits, weights, dim)
         return weights
+
+    def _note_softmax(self, active: list[Recording], logits: Tensor, weights: Tensor, dim: int) -> None:
+        """Follow the result of a softmax, or measure it at once in a module whose order of axes is known."""
+        module = active[0].call_stack[-1].module
+        axes = LAYOUTS.get(type(module).__name__)
+        if axes is None:
+            self.softmaxes.add(logits, weights, dim, {recording: recording.call_stack for recording in active})
+        elif attends_globally(module, logits):
+            for recording in active:
+                recording.overlook(f"{type(module).__name__} has global tokens, whose rows are computed twice")
+        elif logits.ndim == len(axes):
+            self.measure(AttentionCall(logits=in_order(logits, axes)))
 
     def _subtract(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         result = func(*args, **kwargs)
@@ -149,10 +161,10 @@ class Interceptor(TorchFunctionMode):
 
 def _overlooked(recording: Recording, call: AttentionCall) -> bool:
     """Whether this attention is none that a recording measures; the recording then lists it as not seen."""
-    channels = attends_to_channels(frame.module for frame in recording.call_stack)
+    reason = never_recorded(frame.module for frame in recording.call_stack)
     tensor = call.query if call.logits is None else call.logits
-    if channels is not None:
-        recording.overlook(f"{type(channels).__name__} attends to channels, not to positions")
+    if reason is not None:
+        recording.overlook(reason)
     elif isinstance(tensor, Tensor) and (tensor.is_meta or type(tensor).__name__ == "FakeTensor"):
         recording.overlook("it ran on meta or fake tensors, which hold no values")
     else:

@@ -30,13 +30,15 @@ KINDS = tuple(
     Kind(re.compile(pattern), reason, has_weights)
     for pattern, reason, has_weights in (
         (CHANNELS.pattern, "attends to channels, not to positions", True),
+        (r"(?i)nystrom\w*attention$", "approximates attention by landmarks: it has no matrix of weights", True),
+        (r"BlockSparseAttention$", "attends to blocks of keys, each row in several pieces", True),
         (
-            r"Mamba\d?(Mixer|Layer)?$|BambaMixer$|SSM$|S4D$",
+            r"Mamba\d?(Mixer|Layer)?$|(Bamba|FalconH1)Mixer$|SSM$|S4D$",
             "is a state-space model: it has no attention weights",
             False,
         ),
         (r"(?i)rwkv\w*(attention|timemix\w*)$", "is a recurrence: it has no attention weights", False),
-        (r"DeltaNet|DeltaRule", "is linear attention, a recurrence: it has no attention weights", False),
+        (r"DeltaNet|DeltaRule|DeltaAttention", "is linear attention, a recurrence: it has no attention weights", False),
         (r"(?i)retention|lightning_?att|linear_?att", "is linear attention: it has no softmax", False),
         (r"(?i)lstm(layer|cell|backend)$|rglru$", "is a recurrence: it has no attention weights", False),
         (r"FourierTransform$", "mixes positions by a Fourier transform: it has no attention weights", False),
@@ -46,10 +48,12 @@ KINDS = tuple(
             False,
         ),
         (r"Deformable\w*Attention$", "attends to sampled points, not to all positions", True),
-        (r"(?i)nystrom\w*attention$", "approximates attention by landmarks: it has no matrix of weights", True),
+        (r"^(LSH|Local)SelfAttention$", "hashes or chunks the sequence, and takes no softmax (Reformer)", True),
+        (r"^(Yoso|Mra)\w*Attention$", "approximates attention: it has no matrix of weights", True),
         (r"(?i)att(ention|n)", "calls no SDPA, and no softmax whose result averages values", True),
     )
 )
+NEVER_RECORDED = 3  # the first kinds: their softmaxes are no attention of positions to positions
 _NOT_ATTENTION = re.compile(r"(?i)(norm|dropout|mask|bias|embeddings?|output|projection|mlp|softmax)$")
 
 
@@ -75,9 +79,13 @@ def unseen_reason(module: nn.Module, kind: Kind) -> str:
     return reason
 
 
-def attends_to_channels(modules: Iterable[nn.Module]) -> nn.Module | None:
-    """Return the module among these whose attention is over channels, or None."""
-    return next((module for module in modules if CHANNELS.search(type(module).__name__)), None)
+def never_recorded(modules: Iterable[nn.Module]) -> str | None:
+    """Return why attention inside these modules is not measured even where it takes a softmax, or None if it is."""
+    for module in modules:
+        for kind in KINDS[:NEVER_RECORDED]:
+            if kind.pattern.search(type(module).__name__):
+                return f"{type(module).__name__} {kind.reason}"
+    return None
 
 
 def describe(not_seen: Mapping[str, str]) -> str:

@@ -1,0 +1,88 @@
+"""`joma.watch.attention` on the families of models in `families.py`: the entropies of their own attention weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from joma.arguments import InputError
+from joma.watch import attention
+from joma.watch.recording import Recording
+from watch.families import COPIES, EXACT, PARTIAL, WITHOUT_WEIGHTS, Family
+from watch.family_weights import eager_entropies, run, token_rows
+from watch.tiny_configs import tiny_model
+
+TOLERANCE = 1e-5  # nats
+
+
+def implementations(model: Any) -> list[str]:
+    """Return the implementations of attention that a model has on every machine."""
+    return ["eager", "sdpa"] if model._supports_sdpa else ["eager"]
+
+
+def watched(model: Any, family: Family) -> Recording:
+    """Watch a pass of the model, whose output is the same bits as without the watcher."""
+    before = run(model, family)[0]
+    with attention(model, reduce="none") as seen:
+        inside = run(model, family)[0]
+    torch.testing.assert_close(inside, before, rtol=0, atol=0, equal_nan=True)
+    return seen
+
+
+def check_entropies(seen: Recording, family: Family, expected: list[torch.Tensor]) -> None:
+    """Check that every attention of a pass is recorded, exactly in every row of a token and every head."""
+    (recorded,) = seen.passes
+    assert len(recorded) == len(expected)
+    for layer, values in zip(recorded, expected, strict=True):
+        rows = token_rows(family, len(values), values.shape[2])
+        entropy = recorded[layer][:, :, : values.shape[2]]  # without queries that a model adds to fill a window
+        assert entropy.shape == values.shape, layer
+        difference = (entropy - values).abs().transpose(1, 2)[rows]
+        assert difference.max() < TOLERANCE, layer
+
+
+def check_family(name: str) -> None:
+    """Check a family of `EXACT` with each implementation of attention that it has on every machine."""
+    family = EXACT[name]
+    model = tiny_model(name, family.model_class, **family.changes)
+    expected = eager_entropies(model, family)
+    assert max(entropy[entropy.isfinite()].std() for entropy in expected) > 0.03, "uniform attention hides errors"
+    for implementation in implementations(model):
+        model.set_attn_implementation(implementation)
+        seen = watched(model, family)
+        assert not seen.not_seen
+        check_entropies(seen, family, expected)
+
+
+def test_the_table_names_its_families() -> None:
+    assert set(EXACT) >= COPIES
+    assert len(EXACT) - len(COPIES) >= 60
+    assert not set(EXACT) & (set(PARTIAL) | set(WITHOUT_WEIGHTS))
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name not in COPIES])
+def test_every_attention_has_the_entropy_of_its_weights(name: str) -> None:
+    check_family(name)
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+@pytest.mark.filterwarnings("ignore::joma.watch.unseen.AttentionNotSeen")
+def test_layers_without_weights_are_listed_beside_the_recorded_ones(name: str) -> None:
+    family = PARTIAL[name]
+    model = tiny_model(name, **family.changes)
+    expected = eager_entropies(model, family)
+    for implementation in implementations(model):
+        model.set_attn_implementation(implementation)
+        seen = watched(model, family)
+        assert set(seen.not_seen) == set(family.not_seen)
+        check_entropies(seen, family, expected)
+
+
+@pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
+def test_models_without_weights_are_refused_by_name(name: str) -> None:
+    family = WITHOUT_WEIGHTS[name]
+    model = tiny_model(name.split(" (", maxsplit=1)[0], **family.changes)
+    with pytest.raises(InputError, match=type(model).__name__), attention(model):
+        run(model, family)
