@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -153,14 +153,3 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(joma.watch, "hf")
     with pytest.raises(InputError, match=r"pip install 'joma\[hf\]'"):
         _ = joma.watch.hf
-
-
-def test_for_an_encoder_decoder_all_rows_count() -> None:
-    from joma.watch.hf import _query_mask
-
-    mask: Tensor = torch.ones(2, 3)
-    plain, encoder_decoder = nn.Linear(1, 1), nn.Linear(1, 1)
-    encoder_decoder.config = type("Config", (), {"is_encoder_decoder": True})
-    assert _query_mask(plain, {"attention_mask": mask}) is mask
-    assert _query_mask(encoder_decoder, {"attention_mask": mask}) is None
-    assert _query_mask(plain, {"attention_mask": mask[None]}) is None

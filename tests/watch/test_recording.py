@@ -48,14 +48,14 @@ class Causal(nn.Module):
 @pytest.mark.parametrize("with_rows", [False, True])
 def test_each_measure_is_reduced_over_the_rows_that_count(reduce: str, with_rows: bool) -> None:
     query, key = 3 * random_normal(2, 3, 6, 4), random_normal(2, 3, 6, 4, seed=1)
-    rows = torch.arange(6) < torch.tensor([[4], [6]]) if with_rows else None
+    rows = torch.arange(6) < torch.tensor([[4], [6]]) if with_rows else "all"
     model = Causal()
     with attention(model, measures=list(MEASURES), top=2, sinks=1, reduce=reduce, rows=rows) as seen:
         model(query, key)
     dataset = seen.dataset()
     assert list(dataset) == list(MEASURES)
     for name, values in textbook_measures(*causal_weights(query, key), top=2, sink=1).items():
-        counted = values if rows is None else values.where(rows[:, None], torch.nan)
+        counted = values if isinstance(rows, str) else values.where(rows[:, None], torch.nan)
         counted = counted.double().numpy()
         axes = {"mean": (0, 2), "batch": (0,), "none": ()}[reduce]
         combine = np.nanmax if name == "largest_logit" else np.nanmean

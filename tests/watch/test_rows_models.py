@@ -201,7 +201,7 @@ def test_torch_modules(kind: str, layers: int, batch_first: bool) -> None:
 def test_packed_sequences(name: str, lengths: list[int]) -> None:
     parts = sequences(lengths)
     positions = torch.cat([torch.arange(len(part)) for part in parts])[None]
-    batch = {"input_ids": torch.cat(parts)[None], "position_ids": positions}
+    batch = {"input_ids": torch.cat(parts)[None], "position_ids": positions, "use_cache": False}  # else not separated
     check(decoder(name), (batch, [{"input_ids": part[None]} for part in parts]), layers=2)
 
 

@@ -269,7 +269,7 @@ def test_a_wrong_type_of_model_or_rows_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is outside the tests
     with pytest.raises(InputError, match=r"`model` must be a `torch.nn.Module`, got str 'gpt2'; load it first"):
         attention("gpt2").__enter__()  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"`rows` must be a boolean tensor .* got str"):
+    with pytest.raises(InputError, match=r"`rows` must be a boolean tensor .* \"masks\" or \"all\", got 'x'"):
         attention(PlainAttention(), rows="x").__enter__()  # type: ignore[arg-type]
 
 

@@ -69,7 +69,7 @@ def test_a_vision_transformer_and_an_encoder_attend_to_all_positions() -> None:
     for model, inputs in ((vit, {"pixel_values": image}), (bert, {"input_ids": TOKENS, "attention_mask": LEFT_PADDED})):
         with_large_weights(model)
         plain = model(**inputs).last_hidden_state
-        with attention(model, reduce="none") as recording:
+        with attention(model, reduce="none", rows="all") as recording:
             assert torch.equal(model(**inputs).last_hidden_state, plain)
         expected = eager_entropies(model, "{}", **inputs)
         for entropy, values in zip(recording.passes[0].values(), expected.values(), strict=True):

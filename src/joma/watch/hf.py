@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
 from joma.arguments import InputError, StateError
 from joma.watch.callbacks import RecorderCallback
 from joma.watch.distributed import Processes
@@ -37,8 +35,7 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
 
     Args:
         batch: the fixed probe batch, a mapping of the model's arguments; by default the first examples of the training
-            set, at most four, collated by the Trainer's collator. Its `attention_mask` selects the query positions that
-            count.
+            set, at most four, collated by the Trainer's collator. Its masks select the query positions that count.
         options: as for `joma.watch.Recorder`: `at`, `forward`, `ranks`, `rows`, `precision`, `floor`, `patience` …
 
     >>> callback = EntropyCallback(at=[0, 100, 1000], ranks=False)
@@ -62,7 +59,7 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
                 if batch is None:
                     count = min(MAX_EXAMPLES, args.per_device_train_batch_size)
                     batch = _examples(kwargs["train_dataloader"], count, processes)
-                options = {"rows": _query_mask(model, batch), "distributed": processes.count > 1, **self.options}
+                options = {"distributed": processes.count > 1, **self.options}
                 recorder = Recorder(model, batch, **options)
             self.recorder = recorder
             self._log(recorder(state.global_step))
@@ -147,10 +144,3 @@ def _with_logs(on_log: Any, short: dict[str, str]) -> Any:
         return on_log(args, state, control, logs={**short, **epoch}, **kwargs)
 
     return print_short
-
-
-def _query_mask(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the tokenizer's mask, which marks queries as well as keys unless the model is an encoder-decoder."""
-    mask = batch.get("attention_mask")
-    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return mask if isinstance(mask, Tensor) and mask.ndim == 2 and not encoder_decoder else None

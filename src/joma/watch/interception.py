@@ -81,6 +81,9 @@ class Interceptor(TorchFunctionMode):
                 recordings = [recording for recording in active if recording.options == options]
                 names, top, sinks, precision = options
                 try:
+                    if sinks == 0 and "sink_mass" in names:
+                        first = (recording.first_tokens(call, keys) for recording in recordings)
+                        sinks = next((tokens for tokens in first if tokens is not None), 0)
                     rows = summary_rows(call, names, top=top, sinks=sinks, precision=precision)
                 except InputError as error:  # if torch cannot compute it either, the call raises its own error
                     for recording in recordings:

@@ -14,7 +14,7 @@ from joma.arguments import MAX_WHOLE, InputError, choice, flag, scalar, whole
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.summary import MAX_TOP, check_measures
 from joma.watch.loggers import check_log
-from joma.watch.recording import check_rows
+from joma.watch.rows import check_rows
 
 Policy = int | Collection[int] | Callable[[int], bool]
 

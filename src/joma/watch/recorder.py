@@ -53,7 +53,7 @@ class Recorder(RecorderViews):
         sinks: the keys whose weight "sink_mass" adds up, by default the first.
         ranks: True for the stable ranks of the MLPs' lower matrices, which are recognised by their usual names, or of
             all matrices except embeddings if there are none; a regular expression for the names of matrices; or False.
-        rows: the query positions that count, [batch, query], as in `joma.watch.attention`.
+        rows: the query positions that count, as in `joma.watch.attention`: by default "masks", the real tokens.
         precision: as in `joma.attention_entropy`, "highest" or "high".
         floor: a head counts as low below this mean entropy in nats. At 0.05 it puts about 99 % on one token.
         rank_floor: a weight counts as low if its stable rank began at or above this value and is below it. At 1.1 one
@@ -91,7 +91,7 @@ class Recorder(RecorderViews):
         top: int = 8,
         sinks: Sinks = 0,
         ranks: bool | str = True,
-        rows: Tensor | None = None,
+        rows: Tensor | str = "masks",
         precision: str = "highest",
         floor: float = 0.05,
         rank_floor: float = 1.1,

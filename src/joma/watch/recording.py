@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from joma.arguments import InputError, StateError, choice
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.summary import MEASURES, AttentionCall, Sinks, check_measures
+from joma.watch.rows import RowMasks, check_rows
 from joma.watch.unseen import AttentionNotSeen, Kind, describe, unseen_reason
 from joma.watch.views import RecordingViews
 
@@ -63,9 +64,9 @@ class Recording(RecordingViews):
 
     Attributes:
         measures: the names of the measures.
-        rows: as given to `attention`; may be changed between forward passes.
         longest: the number of keys in the longest attention recorded.
         not_seen: for each layer that seems to be attention and was called, but not recorded, the reason.
+        row_masks: the masks that the model's modules are called with, and which rows they leave open.
         refused: the error that explains why a call was not recorded, the first one if there are several, or None.
         listeners: functions that are called with the layer and the `AttentionCall` of each attention recorded.
         pass_started, pass_ended: functions that are called when a pass begins, and when the outermost module returns.
@@ -80,12 +81,12 @@ class Recording(RecordingViews):
         sinks: Sinks = 0,
         precision: str = "highest",
         reduce: str = "mean",
-        rows: Tensor | None = None,
+        rows: Tensor | str = "masks",
     ) -> None:
         choice("precision", precision, PRECISIONS)
         self.measures = check_measures(measures)
         self.top, self.sinks = top, sinks
-        self.precision, self.rows = precision, check_rows(rows)
+        self.precision, self.row_masks = precision, RowMasks(rows)
         self.longest = 0
         self.not_seen: dict[str, str] = {}
         self.refused: InputError | None = None
@@ -112,6 +113,20 @@ class Recording(RecordingViews):
     def options(self) -> tuple[Any, ...]:
         """The measures to compute and how: recordings with the same options share one computation."""
         return self._computed, self.top, self.sinks, self.precision
+
+    @property
+    def rows(self) -> Tensor | str:
+        """The rows that count, as given to `attention`; may be changed between forward passes."""
+        return self.row_masks.rows
+
+    @rows.setter
+    def rows(self, rows: Tensor | str) -> None:
+        self.row_masks.rows = check_rows(rows)
+
+    @property
+    def rows_unknown(self) -> dict[str, str]:
+        """For each layer whose padded rows the model's masks do not tell, the reason; all its rows count."""
+        return self.row_masks.unknown
 
     @property
     def passes(self) -> list[dict[str, Tensor]]:
@@ -235,6 +250,14 @@ class Recording(RecordingViews):
             self._warned.update(self.not_seen)
             warnings.warn(f"attention that cannot be measured is not recorded: {error}", stacklevel=6)
 
+    def first_tokens(self, call: AttentionCall, keys: int) -> Int[Tensor, "batch 1 query"] | None:
+        """Return the first key of each row's own sequence, or None if it is key 0 everywhere."""
+        tensor = call.query if call.logits is None else call.logits
+        if not isinstance(tensor, Tensor) or tensor.ndim != 4:
+            return None
+        first = self.row_masks.first_tokens(self._call_stack[-1].name, tensor.shape[0], tensor.shape[2], keys)
+        return None if first is None else first[:, None]
+
     def record(
         self, call: AttentionCall, values: dict[str, Float[Tensor, "batch head query"]], keys: int, depth: int = 0
     ) -> None:
@@ -247,7 +270,7 @@ class Recording(RecordingViews):
             index += 1
             label = f"{name}[{index}]"
         batch, _, queries = next(iter(values.values())).shape
-        self._pending[label] = _Pending(values, self._row_mask(name, batch, queries))
+        self._pending[label] = _Pending(values, self.row_masks.rows_for(name, batch, queries))
         for listener in self.listeners:
             listener(label, call)
 
@@ -325,16 +348,6 @@ class Recording(RecordingViews):
             parts.append(_maximum(values[means:], self._axes))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _row_mask(self, layer: str, batch: int, queries: int) -> Bool[Tensor, "batch query"] | None:
-        """Return the query positions of this layer's attention that count, or None for all."""
-        del layer
-        rows = check_rows(self.rows)
-        if rows is None or rows.shape == (batch, queries):
-            return rows if rows is None or rows.dtype == torch.bool else rows.bool()
-        remedy = "give one value for each query of each sequence, or use reduce='none' and choose rows afterwards"
-        expected = f"of shape {(batch, queries)} like the recorded attention"
-        raise InputError("rows", expected, tuple(rows.shape), remedy)
-
 
 def _mean(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     return values.nanmean(dim=axes) if axes else values
@@ -346,10 +359,3 @@ def _maximum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
         return _mean(values, axes)
     undefined = values.isnan()
     return values.masked_fill(undefined, -torch.inf).amax(axes).masked_fill(undefined.all(axes), torch.nan)
-
-
-def check_rows(rows: Any) -> Tensor | None:
-    """Return `rows` if it is a tensor or None, else raise an error."""
-    if rows is None or isinstance(rows, Tensor):
-        return rows
-    raise InputError("rows", "a boolean tensor [batch, query]", type(rows).__name__, "pass the `attention_mask`")

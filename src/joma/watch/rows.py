@@ -71,7 +71,7 @@ def check_rows(rows: Any) -> Tensor | str:
     >>> check_rows("masks")
     'masks'
     """
-    if isinstance(rows, Tensor) or rows in CHOICES:
+    if isinstance(rows, Tensor) or (isinstance(rows, str) and rows in CHOICES):
         return rows
     expected = 'a boolean tensor [batch, query], "masks" or "all"'
     got = repr(rows) if isinstance(rows, str) else type(rows).__name__
@@ -126,7 +126,9 @@ def _visible(mask: Tensor, dim: int) -> Bool[Tensor, "batch position"]:
 class ModuleCall:
     """The arguments of one call of a module that say which tokens are real."""
 
-    def __init__(self, name: str, parameters: Mapping[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, parameters: Mapping[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.name, self.parameters = name, parameters
         positional = (name for name, is_positional in parameters.items() if is_positional)
         given = dict(zip(positional, args, strict=False)) | kwargs
@@ -223,7 +225,7 @@ class RowMasks:
         self.rows = check_rows(rows)
         self.unknown: dict[str, str] = {}
         self._calls: list[ModuleCall] = []  # of the modules that are being called, the innermost last
-        self._read: dict[tuple[int, Any], tuple[Tensor, Tensor]] = {}  # masks of this pass that have been read
+        self._results: dict[tuple[Any, ...], tuple[Tensor, Any]] = {}  # of `_once`, with the tensors they are of
         self._thread = threading.get_ident()
 
     @contextmanager
@@ -240,7 +242,7 @@ class RowMasks:
             for handle in handles:
                 handle.remove()
             self._calls.clear()
-            self._read.clear()
+            self._results.clear()
         if self.unknown:
             layers = ", ".join(list(self.unknown)[:4]) + (" …" if len(self.unknown) > 4 else "")
             reason = next(iter(self.unknown.values()))
@@ -265,7 +267,7 @@ class RowMasks:
         depth = next((depth for depth, call in enumerate(self._calls) if call.name == name), len(self._calls))
         del self._calls[depth:]
         if not self._calls:
-            self._read.clear()
+            self._results.clear()
 
     def rows_for(
         self, layer: str, batch: int, queries: int, device: torch.device | None = None
@@ -294,19 +296,23 @@ class RowMasks:
             real = next((real for mask in masks if (real := self._fit(mask, batch, keys)) is not None), None)
             return None if real is None else real.int().argmax(-1, keepdim=True).expand(batch, queries)
         for mask in self._query_masks(layer):
-            if mask.read is real_tokens and mask.values.ndim == 2 and self._fit(mask, batch, queries) is not None:
-                numbers = mask.values if not mask.values.is_floating_point() else self._real(mask)
-                return _expand(_starts_by_number(numbers)[:, -queries:], batch) if numbers.shape[1] <= keys else None
-            if mask.read is not_padding and self._fit(mask, batch, queries) is not None:
-                return _expand(_starts_by_number(self._real(mask)), batch)
+            if mask.read in (real_tokens, not_padding) and self._fit(mask, batch, queries) is not None:
+                return self._starts(mask, batch, queries, keys)
         return self._packed_starts(batch, queries) if queries == keys else None
+
+    def _starts(self, mask: Mask, batch: int, queries: int, keys: int) -> Int[Tensor, "batch query"] | None:
+        """Return where each row's sequence starts by a mask; None if at key 0, or if the keys are not the mask's."""
+        numbered = mask.read is real_tokens and not mask.values.is_floating_point()
+        starts = self._once(_starts_by_number, mask.values if numbered else self._real(mask))
+        return None if starts is None or starts.shape[1] > keys else _expand(starts[:, -queries:], batch)
 
     def _packed_starts(self, batch: int, queries: int) -> Int[Tensor, "batch query"] | None:
         """Return where each row's sequence starts by the position ids, which start at 0 again in each sequence."""
         for call in reversed(self._calls):
             positions = call.arguments.get("position_ids")
             if positions is not None and positions.shape in ((1, queries), (batch, queries)):
-                return _expand(_last_true(positions == 0), batch)
+                starts = self._once(_starts_by_position, positions)
+                return None if starts is None else _expand(starts, batch)
         return None
 
     def _reads_another(self) -> bool:
@@ -331,11 +337,14 @@ class RowMasks:
             yield from visible
 
     def _real(self, mask: Mask) -> Bool[Tensor, "batch position"]:
-        """Return the mask as read, once in each pass."""
-        index = (id(mask.values), mask.read)
-        if index not in self._read:
-            self._read[index] = mask.values, mask.read(mask.values.detach())
-        return self._read[index][1]
+        return self._once(mask.read, mask.values)
+
+    def _once(self, function: Callable[..., Any], values: Tensor, *arguments: int) -> Any:
+        """Return `function(values, *arguments)`, computed once in each pass, however many layers ask for it."""
+        index = (function, id(values), *arguments)
+        if index not in self._results:
+            self._results[index] = values, function(values.detach(), *arguments)
+        return self._results[index][1]
 
     def _fit(self, mask: Mask, batch: int, queries: int) -> Bool[Tensor, "batch query"] | None:
         """Return the mask for this attention, or None if its shape does not fit.
@@ -346,9 +355,8 @@ class RowMasks:
         if real.shape[0] not in (1, batch):
             return None
         if real.shape[1] > queries == mask.length:
-            index = (id(mask.values), (mask.read, queries))
-            real = self._read.setdefault(index, (mask.values, real[:, -queries:]))[1]
-        return _expand(real, batch) if real.shape[1] == queries else None
+            real = self._once(_last_columns, real, queries)
+        return self._once(_expand, real, batch) if real.shape[1] == queries else None
 
     def _note_unknown(self, layer: str, misfits: list[Mask], shape: tuple[int, int]) -> None:
         """List a layer whose rows are unknown: a mask with padding is of another shape, or may be the keys' alone."""
@@ -397,14 +405,23 @@ def _expand(values: Tensor, batch: int) -> Tensor:
     return values if values.shape[0] == batch else values.expand(batch, -1)
 
 
-def _starts_by_number(numbers: Tensor) -> Int[Tensor, "batch position"]:
+def _last_columns(values: Tensor, count: int) -> Tensor:
+    return values[:, -count:]
+
+
+def _starts_by_number(numbers: Tensor) -> Int[Tensor, "batch position"] | None:
     """Return where the sequence of each position starts; a larger number than before begins a new sequence."""
     largest = numbers.int().cummax(-1).values
-    before = nn.functional.pad(largest[:, :-1], (1, 0))
-    return _last_true(largest > before)
+    return _last_true(largest > nn.functional.pad(largest[:, :-1], (1, 0)))
 
 
-def _last_true(starts: Bool[Tensor, "batch position"]) -> Int[Tensor, "batch position"]:
-    """Return for each position the last one up to it where a sequence starts."""
+def _starts_by_position(positions: Tensor) -> Int[Tensor, "batch position"] | None:
+    """Return where the sequence of each position starts, from position ids that start at 0 in each sequence."""
+    return _last_true(positions == 0)
+
+
+def _last_true(starts: Bool[Tensor, "batch position"]) -> Int[Tensor, "batch position"] | None:
+    """Return for each position the last one up to it that is True, or None if this is the first everywhere."""
     positions = torch.arange(starts.shape[-1], device=starts.device)
-    return torch.where(starts, positions, 0).cummax(-1).values
+    last = torch.where(starts, positions, 0).cummax(-1).values
+    return last if bool(last.any()) else None

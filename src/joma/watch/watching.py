@@ -42,7 +42,7 @@ def attention(
     sinks: Sinks = 0,
     precision: str = "highest",
     reduce: str = "mean",
-    rows: Tensor | None = None,
+    rows: Tensor | str = "masks",
     maps: bool | int = False,
 ) -> Iterator[Recording]:
     """Record entropy and other measures of attention by layer and head for every forward pass inside the context.
@@ -62,13 +62,16 @@ def attention(
         model: the module to watch, and to call.
         measures: names of measures of `joma.attention_summary`, such as "entropy", "sink_mass" or "distance".
         top: the number of keys that "top_mass" adds up, at most 16.
-        sinks: the keys whose weight "sink_mass" adds up, by default the first.
+        sinks: the keys whose weight "sink_mass" adds up, by default 0: the first token of the row's own sequence, which
+            is not key 0 if the batch is padded on the left or packed.
         precision: as in `joma.attention_entropy`, "highest" or "high".
         reduce: "mean" over sequences and query positions, "batch" over sequences alone, or "none" to keep [batch, head,
             query]. The largest logit is reduced by its maximum.
-        rows: boolean [batch, query], the query positions that count, such as a tokenizer's `attention_mask`: a mask
-            hides padding as a key, but a padded query still attends to the tokens before it. By default all query
-            positions count that may attend to any key.
+        rows: the query positions that count: "masks" for those that the model's own masks mark as real tokens, "all",
+            or a boolean tensor [batch, query]. A mask hides padding as a key, but a padded query still attends to the
+            tokens before it. "masks" reads the arguments of the model and its modules: `attention_mask`,
+            `decoder_attention_mask` or else labels of −100 on a decoder's side, torch's `*_key_padding_mask`. A layer
+            whose attention has another shape is listed in `rows_unknown`, with one warning; all its rows count.
         maps: whether to keep the queries and keys of the last pass, for `Recording.maps` and `plot_map`: True for at
             most 256 MiB, or a number of bytes.
 
@@ -90,6 +93,7 @@ def attention(
     with ExitStack() as stack:
         stack.enter_context(without_fast_path(modules.values()))
         stack.enter_context(without_compilation(modules.values()))
+        stack.enter_context(recording.row_masks.hooks({_layer_name(name): module for name, module in modules.items()}))
         stack.enter_context(_hooks(modules, recording))
         stack.enter_context(interception(recording))
         yield recording
@@ -105,7 +109,7 @@ def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[N
         for name, module in modules.items():
             if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
                 continue  # torch's elementary layers (linear maps, norms, …) do not call attention
-            layer, kind = ".".join(part for part in name.split(".") if part not in WRAPPERS), attention_kind(module)
+            layer, kind = _layer_name(name), attention_kind(module)
 
             def enter(module: nn.Module, _: Any, layer: str = layer, kind: Kind | None = kind) -> None:
                 recording.enter(layer, module, kind)
@@ -119,3 +123,8 @@ def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[N
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _layer_name(name: str) -> str:
+    """Return the name of a module without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
