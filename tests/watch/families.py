@@ -341,8 +341,8 @@ minimax_m3_vl_text ministral ministral3 molmo2_text muse_glimmer_text muse_spark
 qwen3_moe qwen3_vl_moe_text seed_oss solar_open axk2 glm4_moe_lite glm_moe_dsa mistral_large4_text mistral4 youtu
 glm4v_text qwen2_5_vl_text dots1 zaya vaultgemma data2vec-vision chinese_clip_vision_model mlcd_vision_model pixio
 dinov2_with_registers ijepa vit_msn tipsv2_vision_model donut-swin glpn unispeech unispeech-sat sew voxtral_encoder
-lasr_encoder beam bert-generation camembert data2vec-text dpr ernie gte ibert jina_embeddings_v3 markuplm megatron-
-bert nomic_bert roberta-prelayernorm roc_bert tipsv2_text_model ultrabert xlm-roberta-xl xmod esmc
+lasr_encoder beam bert-generation camembert data2vec-text dpr ernie gte ibert jina_embeddings_v3 markuplm
+megatron-bert nomic_bert roberta-prelayernorm roc_bert tipsv2_text_model ultrabert xlm-roberta-xl xmod esmc
 embedding_gemma2_text bigbird_pegasus blenderbot-small plbart mvp mbart nllb-moe udop chinese_clip clipseg metaclip_2
 altclip
 """
