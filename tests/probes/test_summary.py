@@ -216,6 +216,15 @@ def test_a_lower_right_causal_bias_means_what_its_matrix_means(queries):
     torch.testing.assert_close(ours.entropy, matrix.entropy, rtol=0, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("low", [-torch.inf, "least"])
+def test_a_bias_may_have_any_precision(dtype, low):
+    query, key = inputs(dtype=torch.float32)
+    bias = torch.randn(7, 9, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias[:, 2] = bias[3] = torch.finfo(dtype).min if low == "least" else low
+    assert_as_matrix(attention_summary(query, key, attn_mask=bias), by_matrix(query, key, attn_mask=bias), 2e-5)
+
+
 def test_the_top_keys_hold_everything_where_there_are_no_more():
     query, key = inputs(dtype=torch.float32)
     summary = attention_summary(query, key, top=16, causal=True)
@@ -360,6 +369,9 @@ Q = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
         ({"score_mod": lambda *_: 1.0}, "score_mod", "a function of a score"),
         ({"precision": "low"}, "precision", "one of highest, high"),
         ({"causal": True, "is_causal": True}, "is_causal", "left out where `causal` is given, got both"),
+        ({"is_causal": "no"}, "is_causal", "True or False"),
+        ({"causal": "no"}, "causal", "True or False"),
+        ({"attn_mask": Q[0, 0, :5]}, "attn_mask", r"broadcasts to \(2, 4, 6, 6\)"),
         ({"mask": Q[0, 0], "attn_mask": Q[0, 0]}, "attn_mask", "left out where `mask` is given, got both"),
     ],
 )

@@ -27,7 +27,8 @@ _ATTENTION = {
     "enable_gqa": "False",
     "precision": "'highest'",
 }
-_SUMMARY = _ATTENTION | {
+_SUMMARY = {
+    **{{"causal": "is_causal", "mask": "attn_mask"}.get(name, name): value for name, value in _ATTENTION.items()},
     "measures": "['entropy', 'sink_mass', 'top_mass', 'distance']",
     "top": "2",
     "sinks": "(0, -1)",

@@ -210,7 +210,7 @@ def _bias(
     mask = mask[: 1 if mask.stride(0) == 0 else None, : 1 if mask.stride(1) == 0 else None]
     if mask.dtype == torch.bool:
         return mask.to(dtype).sub_(1).mul_(-HIDDEN)
-    return F.threshold(mask.to(dtype), torch.finfo(mask.dtype).min / 2, HIDDEN).mul_(LOG2E)
+    return F.threshold(mask.to(dtype), max(HIDDEN, torch.finfo(mask.dtype).min / 2), HIDDEN).mul_(LOG2E)
 
 
 def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -56,6 +57,25 @@ def one_name(names: tuple[str, str], values: tuple[Any, Any]) -> Any:
     if values[0] is not None and values[1] is not None:
         raise InputError(names[1], f"left out where `{names[0]}` is given", "both", f"give `{names[0]}` alone")
     return values[1] if values[0] is None else values[0]
+
+
+@contextmanager
+def names_as_given(*, is_causal: Any, attn_mask: Any) -> Iterator[None]:
+    """Let errors about `causal` and `mask` name the arguments `is_causal` and `attn_mask` where these are given.
+
+    >>> with names_as_given(is_causal="no", attn_mask=None):
+    ...     flag("causal", "no")
+    Traceback (most recent call last):
+    joma.arguments.InputError: `is_causal` must be True or False, got 'no'; give one of the two.
+    """
+    given = {"causal": ("is_causal", is_causal), "mask": ("attn_mask", attn_mask)}
+    try:
+        yield
+    except InputError as error:
+        name, value = given.get(error.name, (error.name, None))
+        if value is None:
+            raise
+        raise InputError(name, error.expected, error.got, error.remedy, must=error.must) from None
 
 
 class Batches(NamedTuple):

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from joma.arguments import InputError
-from joma.probes.attention_call import AttentionCall, one_name
+from joma.probes.attention_call import AttentionCall, names_as_given, one_name
 from joma.probes.states import floating
 from joma.probes.summary import summary_rows
 from joma.tensors import axis
@@ -97,7 +97,8 @@ def attention_entropy(
         one_name(("mask", "attn_mask"), (mask, attn_mask)),
     )
     call = AttentionCall(query, key, mask, causal is not None and causal, scale, enable_gqa)
-    return summary_rows(call, ("entropy",), precision=precision)["entropy"]
+    with names_as_given(is_causal=is_causal, attn_mask=attn_mask):
+        return summary_rows(call, ("entropy",), precision=precision)["entropy"]
 
 
 def attention_rows(
@@ -141,7 +142,8 @@ def attention_rows(
     )
     call = AttentionCall(query, key, mask, causal is not None and causal, scale, enable_gqa)
     measures = ("entropy", "relative_entropy", "effective_tokens", "largest_weight")
-    return AttentionRows(*summary_rows(call, measures, precision=precision).values())
+    with names_as_given(is_causal=is_causal, attn_mask=attn_mask):
+        return AttentionRows(*summary_rows(call, measures, precision=precision).values())
 
 
 def effective_tokens(entropy: ArrayLike | Tensor) -> Tensor:

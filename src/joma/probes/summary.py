@@ -15,7 +15,7 @@ from joma.kernels.entropy_choice import PRECISIONS, entropy_rows
 from joma.kernels.entropy_scores import Rows
 from joma.kernels.summary_blocks import chosen_scores
 from joma.kernels.summary_choice import summary_sums
-from joma.probes.attention_call import AttentionCall, Batches, batches, nth, one_name
+from joma.probes.attention_call import AttentionCall, Batches, batches, names_as_given, nth, one_name
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -170,7 +170,8 @@ def attention_summary(
     call = AttentionCall(
         query, key, mask, False if causal is None else causal, **options, sink_logits=sink_logits, score_mod=score_mod
     )
-    return AttentionSummary(summary_rows(call, check_measures(measures), top=top, sinks=sinks, precision=precision))
+    with names_as_given(is_causal=is_causal, attn_mask=attn_mask):
+        return AttentionSummary(summary_rows(call, check_measures(measures), top=top, sinks=sinks, precision=precision))
 
 
 def check_measures(measures: Sequence[str] | None) -> tuple[str, ...]:
