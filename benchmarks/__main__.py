@@ -21,6 +21,7 @@ NAMES = (
     "watch",
     "activations",
     "series",
+    "weights",
     "symmetry",
     "storage",
 )
