@@ -6,16 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import toy_study  # noqa: F401  (registered below by name)
 from joma import cli, studies
 from joma.files import lock
 from joma.manifest import write_manifest
-from joma.runs import open_run
 from joma.studies import catalogue
-from joma.watch import configs
 
 
 @pytest.fixture(autouse=True)
@@ -288,121 +284,3 @@ def test_a_warning_is_one_line(tmp_path, capsys):
     code, _, err = joma("run", "--out", tmp_path, "--set", "mode=warn", capsys=capsys)
     assert code == 0
     assert err == "joma: warning: mind the gap\n"
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Five checkpoints of a tiny model, whose weights move along one direction."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("checkpoints")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    with torch.random.fork_rng(), configs.quiet():
-        torch.manual_seed(0)
-        config = transformers.GPTNeoXConfig(**sizes, vocab_size=256, max_position_embeddings=32)
-        model = transformers.GPTNeoXForCausalLM(config)
-        moves = [torch.randn_like(weight) for weight in model.parameters()]
-        for step in range(5):
-            model.save_pretrained(folder / f"step{step}")
-            with torch.no_grad():
-                for weight, move in zip(model.parameters(), moves, strict=True):
-                    weight.add_(move, alpha=0.03)
-    return folder
-
-
-def test_probe_a_series(checkpoints, tmp_path, capsys):
-    code, out, err = joma("probe", checkpoints, "--out", tmp_path, capsys=capsys)
-    assert (code, err) == (0, "")
-    for words in ("Entropy of attention / nats", "layers.0.attention", "Stable rank", "token embeddings"):
-        assert words in out
-    (folder,) = tmp_path.iterdir()
-    assert out.rstrip().endswith(str(folder))
-    trajectory = open_run(folder)
-    assert trajectory.step.values.tolist() == [0, 1, 2, 3, 4]
-    assert trajectory.attrs["joma_version"]
-    assert {path.suffix for path in (folder / "figures").iterdir()} == {".svg", ".pdf", ".txt"}
-    code, out, _ = joma("probe", checkpoints, "--out", tmp_path, "--json", capsys=capsys)
-    answer = json.loads(out)
-    assert answer["faults"] == []
-    assert answer["entropy"][0]["start"] == pytest.approx(float(trajectory.entropy.isel(step=0).mean()))
-
-
-def test_probe_one_model_on_a_text(checkpoints, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("Some words to attend to. " * 5)
-    args = ("probe", checkpoints / "step4", "--text", tmp_path / "text.txt", "--out", tmp_path / "out", "--json")
-    code, out, _ = joma(*args, capsys=capsys)
-    assert code == 0
-    answer = json.loads(out)
-    assert answer["checkpoints"] == ["step4"]
-    heads = answer["entropy"][0]
-    assert 0 < heads["least_head"] <= heads["mean"] <= heads["greatest_head"] < 3.5
-
-
-def test_probe_names_what_is_wrong_and_measures_the_rest(checkpoints, tmp_path, capsys):
-    shutil.copytree(checkpoints, tmp_path / "series")
-    file = tmp_path / "series" / "step2" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:999])
-    revisions = ["--revisions", *(f"step{step}" for step in (0, 1, 2, 3, 77))]
-    code, out, err = joma("probe", tmp_path / "series", *revisions, "--out", tmp_path / "out", "--json", capsys=capsys)
-    assert (code, err) == (1, "")
-    answer = json.loads(out)
-    assert answer["steps"] == [0, 1, 3]
-    assert [(fault["kind"], fault["checkpoints"]) for fault in answer["faults"]] == [
-        ("unknown", ["step77"]),
-        ("unreadable", ["step2"]),
-    ]
-    code, out, _ = joma("probe", tmp_path / "series", "--out", tmp_path / "out", capsys=capsys)
-    assert code == 1
-    assert "download it again" in out
-
-
-def test_probes_of_other_folders_and_choices_do_not_overwrite_each_other(checkpoints, tmp_path, capsys):
-    series = [tmp_path / "a" / "my series", tmp_path / "b" / "my series"]
-    for folder in series:
-        shutil.copytree(checkpoints, folder, ignore=shutil.ignore_patterns("step[1-4]"))
-    arguments = [(folder,) for folder in series] + [(series[0], "--revisions", "step0")]
-    outs = [joma("probe", *args, "--out", tmp_path / "out", "--json", capsys=capsys)[1] for args in arguments]
-    folders = [Path(json.loads(out)["out"]) for out in outs]
-    assert len(set(folders)) == 3
-    assert all((folder / "trajectory.nc").exists() for folder in folders)
-    assert folders[2].parent == folders[0]  # measured once
-
-
-@pytest.mark.parametrize("steps", [["step0"], ["step0", "step1"]])
-@pytest.mark.parametrize("name", ["wte.weight", "mlp.fc1.weight"])
-def test_probe_draws_what_there_is(steps, name, tmp_path, capsys):
-    generator = torch.Generator().manual_seed(0)
-    for step in steps:
-        (tmp_path / "series" / step).mkdir(parents=True)
-        weight = torch.randn(40, 8, generator=generator)
-        save_file({name: weight}, tmp_path / "series" / step / "model.safetensors")
-    code, out, err = joma("probe", tmp_path / "series", "--out", tmp_path / "out", "--json", capsys=capsys)
-    assert (code, err) == (1, "")
-    (fault,) = json.loads(out)["faults"]
-    assert "a model with a config.json" in fault["message"]
-    assert list((tmp_path / "out").glob("*/figures/*.svg"))
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["nobody/nothing"], "does not answer"),
-        (["no/such/folder"], "which is not a folder and not a repository's name; check the spelling."),
-        (["{}", "--revisions", "step9"], "a series with the revisions step9"),
-        (["{}", "--pattern", "step("], "`pattern` must be a regular expression"),
-        (["{}", "--text", "nowhere.txt"], "`text` must be a readable file, got nowhere.txt"),
-        (["{}", "--text", "{}/../short.txt"], "`text` must be at least two tokens long, got 1; give a longer text."),
-        (["{}", "--text", "{}/step0/model.safetensors"], "`text` must be a file of UTF-8 text"),
-        (["{}", "--out", "{}/../short.txt"], "Not a directory; choose a folder that you may write to."),
-        (["{}", "--out", "{}/../short.txt/below"], "Not a directory"),
-    ],
-)
-def test_probe_says_bad_input_in_one_line(args, message, checkpoints, capsys, monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    (checkpoints.parent / "short.txt").write_text("a")
-    monkeypatch.chdir(checkpoints.parent)
-    code, out, err = joma("probe", *(arg.format(checkpoints) for arg in args), capsys=capsys)
-    assert code == 2
-    assert out == ""
-    assert message in err
-    assert err.count("\n") == 1

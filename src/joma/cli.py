@@ -184,6 +184,9 @@ class ProbeCommand:
     """Regular expression of the names, with a group `step`, if they are not like step1000 or checkpoint-1000."""
     base: Annotated[str | None, arg(metavar="MODEL")] = None
     """Base model of LoRA adapters, a folder or a repository; if not given, the folder that the adapters name."""
+    measures: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("entropy", "sink_mass")
+    """Measures of attention besides the entropy: effective_tokens, relative_entropy, largest_weight, top_mass, \
+    sink_mass, distance, largest_logit."""
     text: Annotated[Path | None, arg(metavar="FILE")] = None
     """Text to run the models on; the beginning of the embedded corpus if not given."""
     out: Path = Path("runs/probe")
@@ -204,15 +207,16 @@ class ProbeCommand:
         series = Checkpoints(self.model, revisions=self.revisions or None, pattern=self.pattern, base=self.base)
         model_folder, result_folder = self._folders(text)
         check_writable(result_folder)
-        result = probe(series, text=text, store=Store(model_folder / "measures"), progress=Bars())
-        save(result.data, result.audit.faults, result_folder)
+        options = {"measures": self.measures, "text": text, "progress": Bars()}
+        result = probe(series, **options, store=Store(model_folder / "measures"))
+        page = save(result.data, result.audit.faults, result_folder)
         if self.json:
             faults = [dataclasses.asdict(fault) for fault in result.audit.faults]
-            emit({**summary(result.data), "faults": faults, "out": result_folder})
+            emit({**summary(result.data), "faults": faults, "out": result_folder, "page": page})
         else:
             for table in tables(result.data, result.audit.faults):  # faults before any figure
                 show(table)
-            write_line(result_folder)
+            write_line(page)
         return CLAIM_FAILED if result.audit.incomplete else DONE
 
     def _folders(self, text: Any) -> tuple[Path, Path]:
@@ -227,15 +231,17 @@ class ProbeCommand:
         is_folder = os.path.isdir(path)
         name = f"{path.name}-{short_hash(str(path), 6)}" if is_folder else self.model.replace("/", "--")
         choices = (self.revisions, self.pattern, text, *([self.base] if self.base else []))
+        default = next(field.default for field in dataclasses.fields(self) if field.name == "measures")
+        choices += () if self.measures == default else (self.measures,)
         folder = self.out / name
         return folder, folder if choices == ((), None, None) else folder / f"of-{short_hash(repr(choices), 6)}"
 
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Write one self-contained HTML file about the runs in DIR.
+    """Write one self-contained HTML file about the runs and the probed models in DIR.
 
-    Exit code 2 means that a damaged run was left out. The report names it.
+    Exit code 2 means that a damaged run or probe was left out. The report names it.
     """
 
     dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
@@ -251,7 +257,8 @@ class ReportCommand:
         for problem in report.left_out:
             complain(f"left out: {problem}")
         if self.json:
-            emit({"report": report.path, "runs": report.runs, "left_out": report.left_out})
+            content = {"report": report.path, "runs": report.runs, "probes": report.probes}
+            emit({**content, "left_out": report.left_out})
         else:
             write_line(report.path)
         return BAD_INPUT if report.left_out else DONE

@@ -11,10 +11,13 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.figure import Figure
 
 from joma.files import StorageError, write_text
 from joma.report.html import write_report
+from joma.report.probe import save as save_probe
 from joma.runs import TRAJECTORY, Description, Run, StoredClaims, finish, reopen
+from probed import FAULT, series_data
 
 STUDIES = {
     "winner": {"title": "A winner", "source": "Theorem 2", "about": "Which token wins & <why>."},
@@ -210,7 +213,7 @@ def test_a_damaged_run_is_left_out_and_named_on_the_page(tmp_path):
         assert len(written.left_out) == 1
         assert f"{path / name} is " in written.left_out[0]
         page = Page(written.path)
-        assert page.headings == ["Runs that are left out", "A ladder"]
+        assert page.headings == ["Runs and probes that are left out", "A ladder"]
         assert html.escape(str(path / name)) in page.source
         assert "A line." not in page.source
         (path / name).write_bytes(content)
@@ -239,3 +242,51 @@ def test_a_missing_figure_is_named_with_the_command_that_draws_it(tmp_path, suff
     page, _ = report(tmp_path)
     assert [image["alt"] for image in page.images] == ["Points."]
     assert f"Not drawn: 1-line. <code>joma judge {path}</code> draws them." in page.source
+
+
+@pytest.fixture
+def probed(tmp_path, monkeypatch):
+    """Two probes below the folder of the runs, with empty figures."""
+    monkeypatch.setattr("joma.report.probe.draw", lambda _: Figure(figsize=(1, 1)))
+    for place in ("probe/model-a", "probe/model-b/of-123"):
+        data = series_data().assign_attrs(source=f"someone/<{place}>")
+        save_probe(data, [FAULT], tmp_path / place)
+    return [tmp_path / "probe" / "model-a", tmp_path / "probe" / "model-b" / "of-123"]
+
+
+def test_probes_come_after_the_studies(probed, tmp_path):
+    store(tmp_path, figures=[("1-line", "A line.")])
+    written = write_report(tmp_path)
+    assert (written.runs, list(written.probes), written.left_out) == (1, probed, ())
+    page = Page(written.path)
+    assert page.headings[:3] == ["A winner", "Probed models", "Attention entropy falls and recovers in 2 of 2 layers"]
+    assert page.headings.count("Attention entropy falls and recovers in 2 of 2 layers") == 2
+    assert len(page.images) == 1 + 2 * 4
+    assert page.rows.count(["misplaced", f"{FAULT.message}; download it again.", "1"]) == 2
+    assert "someone/&lt;probe/model-a&gt; · 4 checkpoints, step 0 to 100" in page.source
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert all(f'id="{link[1:]}"' in page.source for link in page.links if link.startswith("#"))
+
+
+def test_a_report_of_probes_alone(probed, tmp_path):
+    written = write_report(tmp_path)
+    assert (written.runs, len(written.probes)) == (0, len(probed))
+    page = Page(written.path)
+    assert page.headings[0] == "Probed models"
+    assert "Each study states" not in page.source
+
+
+@pytest.mark.parametrize("name", [TRAJECTORY, "audit.json", "probe.html", "manifest.json"])
+def test_a_damaged_probe_is_left_out_and_named_on_the_page(name, probed, tmp_path):
+    file = probed[0] / name
+    file.write_bytes(file.read_bytes()[:-3])
+    written = write_report(tmp_path)
+    assert list(written.probes) == probed[1:]
+    (problem,) = written.left_out
+    assert str(file) in problem
+    page = Page(written.path)
+    assert page.headings[0] == "Runs and probes that are left out"
+    assert html.escape(str(file)) in page.source
+    shutil.rmtree(probed[1])
+    with pytest.raises(StorageError, match="no intact run below"):
+        write_report(tmp_path)

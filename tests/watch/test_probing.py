@@ -68,6 +68,42 @@ def test_every_measurement_against_the_model_itself(series):
     assert float(measured.embedding_random) == pytest.approx(0.25)
 
 
+def test_every_measure_of_attention_and_its_spread_against_the_matrices(series):
+    measures = ["sink_mass", "distance", "relative_entropy", "largest_logit", "largest_weight"]
+    data = probe(Checkpoints(series, revisions=["step5"]), text=TEXT, measures=measures).data.isel(step=0)
+    assert set(data) >= {"entropy", *measures, *(f"{name}_sd" for name in ("entropy", *measures))}
+    tokens = torch.tensor(list(TEXT.encode())[: 23 * 32]).reshape(23, 32)
+    model = moved(neox(), 0.03 * 5)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = torch.stack(model(tokens, output_attentions=True).attentions).double()
+    entropy, position = shannon_entropy(maps), torch.arange(32.0, dtype=torch.float64)
+    rows = {
+        "entropy": entropy,
+        "sink_mass": maps[..., 0],
+        "largest_weight": maps.amax(-1),
+        "distance": (maps * (position[:, None] - position).abs()).sum(-1),
+        "relative_entropy": (entropy / (position + 1).log())[..., 1:],  # the first query sees one key
+    }
+    for name, values in rows.items():
+        np.testing.assert_allclose(data[name], values.mean(dim=(1, 3)), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(data[f"{name}_sd"], values.mean(dim=3).std(dim=1), rtol=2e-3, atol=1e-5)
+    assert data.attrs["tokens"] == "23 sequences of 32 tokens"
+    assert data.largest_logit.notnull().all()
+    assert data.distance.attrs == {
+        "units": "tokens",
+        "long_name": "attended distance",
+        "description": "the mean distance between a query and the keys it attends to",
+    }
+
+
+def test_an_unknown_measure_is_refused_before_anything_is_read(series):
+    checkpoints = Checkpoints(series)
+    with pytest.raises(InputError, match=r"`measures` must be one of entropy, .*, got 'entropie'"):
+        probe(checkpoints, measures=["entropie"])
+    assert checkpoints.bytes_read == 0
+
+
 def test_the_fall_and_recovery_of_entropy_is_measured_by_layer(series):
     data = probe(Checkpoints(series), text=TEXT).data
     curve = data.entropy.mean("head")

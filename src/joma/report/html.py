@@ -1,10 +1,9 @@
-"""Write the report of stored runs: one HTML file that contains its styles and figures and needs no other file."""
+"""Write the report of stored runs and probes: one HTML file with its styles and figures, which needs no other file."""
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +14,7 @@ import xarray as xr
 from joma.arguments import InputError
 from joma.files import StorageError, exists, remove_leftovers, write_text
 from joma.manifest import Manifest
+from joma.report.probe_page import data_url, environment, find_probes, read_probe
 from joma.report.table import number, spread
 from joma.runs import FIGURES, Description, check_run, find_runs, read_claims, read_config
 from joma.stamp import now, provenance
@@ -25,49 +25,59 @@ VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested
 
 @dataclass(frozen=True)
 class Report:
-    """What `write_report` has written: the file, the number of runs in it, and why others are not."""
+    """What `write_report` has written: the file, how many runs and which probes are in it, and why others are not."""
 
     path: Path
     runs: int
     left_out: tuple[str, ...]
+    probes: tuple[Path, ...] = ()
 
 
 def write_report(out: Path, order: Sequence[str] = ()) -> Report:
-    """Write `out/report.html` about the finished runs below `out`. A damaged run is left out, and named on the page.
+    """Write `out/report.html` about the finished runs and probes below `out`; damaged ones are only named on the page.
 
     Args:
         out: the folder that runs were stored under.
         order: names of studies, in the order in which their runs are shown; runs of other studies come after them.
 
     Returns:
-        The report's path, the number of runs in it, and a message for each run that is left out.
+        The report's path, the number of runs and the probes in it, and a message for each that is left out.
     """
     paths = find_runs(out)
-    if not paths:
+    probe_paths = find_probes(out, excluded=paths)
+    if not paths and not probe_paths:
         raise StorageError(f"no finished run below {out}; run `joma run --out {out}` first.")
     rank = {name: index for index, name in enumerate(order)}
     paths.sort(key=lambda path: rank.get(path.parent.name, len(rank)))  # stable: oldest first within a study
-    sections, left_out = [], []
-    for path in paths:
-        try:
-            sections.append(_section(path))
-        except (StorageError, InputError) as problem:  # such as a run that does not fit into memory
-            left_out.append(str(problem))
-    if not sections:
+    sections, left_out = _read_all(_section, paths)
+    probes, probes_left_out = _read_all(read_probe, probe_paths)
+    left_out += probes_left_out
+    if not sections and not probes:
         raise StorageError(f"no intact run below {out}: {left_out[0]}")
-    content = {"sections": sections, "left_out": left_out, "totals": _totals(sections)}
+    content = {"sections": sections, "probes": probes, "left_out": left_out, "totals": _totals(sections)}
     page = _template().render(**content, stamp=provenance(), now=now())
     remove_leftovers(out)
     write_text(out / "report.html", page)
-    return Report((out / "report.html").resolve(), len(sections), tuple(left_out))
+    included = tuple(probe["path"] for probe in probes)
+    return Report((out / "report.html").resolve(), len(sections), tuple(left_out), included)
+
+
+def _read_all(read: Callable[[Path], dict[str, Any]], paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what the template shows of each folder, and a message for each that cannot be used."""
+    contents, left_out = [], []
+    for path in paths:
+        try:
+            contents.append(read(path))
+        except (StorageError, InputError) as problem:  # such as a run that does not fit into memory
+            left_out.append(str(problem))
+    return contents, left_out
 
 
 def _template() -> jinja2.Template:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"spread": spread, "number": number}
-    environment.globals["verdicts"] = VERDICTS
-    return environment.get_template("template.html")
+    templates = environment()
+    templates.filters |= {"spread": spread, "number": number}
+    templates.globals["verdicts"] = VERDICTS
+    return templates.get_template("template.html")
 
 
 def _section(path: Path) -> dict[str, Any]:
@@ -111,8 +121,7 @@ def _figure(manifest: Manifest, name: str) -> dict[str, str]:
     """Return the caption of a figure, and its picture as a data URL."""
     file = PurePosixPath(name)
     caption = manifest.read(str(file.with_suffix(".txt"))).decode("utf-8").strip()
-    image = base64.b64encode(manifest.read(name)).decode("ascii")
-    return {"caption": caption, "image": f"data:image/svg+xml;base64,{image}", "name": file.stem}
+    return {"caption": caption, "image": data_url(manifest.read(name)), "name": file.stem}
 
 
 def _totals(sections: list[dict[str, Any]]) -> dict[str, int]:

@@ -1,21 +1,22 @@
-"""The tables and the figure of a probed model or series, as `joma probe` shows them."""
+"""The tables of a probed model or series, as `joma probe` shows them, and its files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from joma.drawing import canvas, evenly_spaced, letters, marker, series, style
+from joma.drawing import clear as clear_figures
+from joma.drawing import evenly_spaced
 from joma.drawing import save as save_figure
-from joma.files import remove_leftovers, write_json
-from joma.manifest import write_manifest
+from joma.files import remove_leftovers, write_json, write_text
+from joma.manifest import file_checksum, write_manifest
+from joma.report.probe_figures import Quantity, draw, is_single
+from joma.report.probe_page import AUDIT, PAGE, draw_figures, quantities, render
 from joma.report.table import grid, number
 from joma.runs import FIGURES, TRAJECTORY, write_trajectory
 from joma.stamp import provenance
@@ -25,25 +26,13 @@ if TYPE_CHECKING:
 
     from joma.watch.series import Fault
 
-AUDIT = "audit.json"
 HEADINGS = {
     "step": "at step",
     "p_value": "p (noise alone)",
     "least_head": "least head",
     "greatest_head": "greatest head",
 }
-SHOWN = 6  # layers drawn as curves, evenly spaced
 GAPS = 8  # steps that are named in the note of a table
-CAPTION = (
-    "A series of checkpoints over training (step 0 stands at 1). Entropy of attention, mean over heads and rows, and "
-    "stable rank of the lower matrix of the MLP, for layers evenly spaced from the first to the last; root mean square "
-    "cosine between token embeddings and between hidden vectors, dotted what random directions would give; entropy of "
-    "each head at the last step."
-)
-CAPTION_OF_ONE = (
-    "One model. Entropy of attention of each head, stable rank of the lower matrix of each MLP, and root mean square "
-    "cosine between hidden vectors at each depth, dotted what random directions would give."
-)
 
 
 def tables(data: xr.Dataset, faults: Sequence[Fault]) -> Iterator[Table]:
@@ -51,8 +40,9 @@ def tables(data: xr.Dataset, faults: Sequence[Fault]) -> Iterator[Table]:
     if faults:
         rows = ((fault.kind, str(fault), str(len(fault.left_out))) for fault in faults)
         yield grid("Audit", ("fault", "what, and what to do", "left out"), rows)
+    measures = [(_title(name, quantity), name, layers(data, name)) for name, quantity in quantities(data).items()]
     contents = (
-        ("Entropy of attention / nats", "entropy", layers(data)),
+        *measures,
         ("Stable rank of the MLP's lower matrices", "stable_rank", weights(data)),
         ("Root mean square cosine", "hidden_cosine", cosines(data)),
     )
@@ -87,19 +77,27 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def layers(data: xr.Dataset) -> list[dict[str, Any]]:
-    """Return a record per layer: the course of its entropy and the p-value of noise, or for one model its heads."""
+def _title(name: str, quantity: Quantity) -> str:
+    return "Entropy of attention / nats" if name == "entropy" else quantity.axis[:1].upper() + quantity.axis[1:]
+
+
+def layers(data: xr.Dataset, name: str = "entropy") -> list[dict[str, Any]]:
+    """Return a record per layer: the course of a measure of attention, or for one model that of its heads.
+
+    For the entropy there are also its recovery and the p-value of noise.
+    """
     records = []
-    for layer in data.layer.values if "entropy" in data else ():
-        entropy = data.entropy.sel(layer=layer)
-        record = {"layer": str(layer), "heads": int(entropy.notnull().any("step").sum())}
-        if _is_single(data):
-            least, greatest = float(entropy.min()), float(entropy.max())
-            record |= {"mean": float(entropy.mean()), "least_head": least, "greatest_head": greatest}
+    for layer in data.layer.values if name in data else ():
+        values = data[name].sel(layer=layer)
+        record = {"layer": str(layer), "heads": int(values.notnull().any("step").sum())}
+        if is_single(data):
+            least, greatest = float(values.min()), float(values.max())
+            record |= {"mean": float(values.mean()), "least_head": least, "greatest_head": greatest}
         else:
-            course = _course(entropy.mean("head"))
-            p_value = float(data.bounce_p_value.sel(layer=layer))
-            record |= {**course, "recovery": course["end"] - course["least"], "p_value": p_value}
+            record |= (course := _course(values.mean("head")))
+            if name == "entropy":
+                p_value = float(data.bounce_p_value.sel(layer=layer))
+                record |= {"recovery": course["end"] - course["least"], "p_value": p_value}
         records.append(record)
     return records
 
@@ -109,7 +107,7 @@ def weights(data: xr.Dataset) -> list[dict[str, Any]]:
     if "stable_rank" not in data:
         return []
     ranks = {str(name): data.stable_rank.sel(weight=name) for name in data.weight.values}
-    if _is_single(data):
+    if is_single(data):
         return [{"weight": name, "stable rank": float(rank[0])} for name, rank in ranks.items()]
     return [{"weight": name, **_course(rank)} for name, rank in ranks.items()]
 
@@ -124,14 +122,9 @@ def cosines(data: xr.Dataset) -> list[dict[str, Any]]:
     records = []
     for name, curve in curves.items():
         course = _course(curve)
-        values = {"cosine": course["end"]} if _is_single(data) else {key: course[key] for key in ("start", "end")}
+        values = {"cosine": course["end"]} if is_single(data) else {key: course[key] for key in ("start", "end")}
         records.append({"between": name, **values, "random directions": random})
     return records
-
-
-def _is_single(data: xr.Dataset) -> bool:
-    """Return whether the data are of one model, not of a series."""
-    return data.sizes["step"] == 1
 
 
 def _course(curve: xr.DataArray) -> dict[str, Any]:
@@ -151,6 +144,7 @@ def summary(data: xr.Dataset) -> dict[str, Any]:
         "steps": data.step.values.tolist(),
         "checkpoints": data.checkpoint.values.tolist(),
         "entropy": layers(data),
+        "measures": {name: layers(data, name) for name in quantities(data) if name != "entropy"},
         "stable_rank": weights(data),
         "cosines": cosines(data),
         "missing_steps": missing_steps(data),
@@ -167,102 +161,25 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def save(data: xr.Dataset, faults: Sequence[Fault], folder: Path) -> None:
-    """Write `trajectory.nc`, `audit.json` and the figure into `folder`, each whole, and last their manifest.
+def save(data: xr.Dataset, faults: Sequence[Fault], folder: Path) -> Path:
+    """Write `trajectory.nc`, `audit.json`, the figures and their page into `folder`, each whole; return the page.
 
-    Before them comes a manifest that lists no file: if the process dies, a mixture of old and new files is not taken
-    for a result, nor for a damaged one.
+    First comes a manifest that lists no file, and last the one of all: if the process dies, a mixture of old and new
+    files is not taken for a result, nor for a damaged one.
     """
     identity = {"source": data.attrs["source"]}
+    data = data.assign_attrs(provenance())
     remove_leftovers(folder, deep=True)
     write_manifest(folder, identity, (), complete=False)
     write_json(folder / AUDIT, [asdict(fault) for fault in faults])
-    write_trajectory(folder / TRAJECTORY, data.assign_attrs(provenance()))
-    with style():
-        figure = draw(data)
-    files = save_figure(figure, folder / FIGURES / "1-probe", caption=CAPTION_OF_ONE if _is_single(data) else CAPTION)
-    names = [TRAJECTORY, AUDIT, *(f"{FIGURES}/{file.name}" for file in files)]
-    write_manifest(folder, identity, names)
-
-
-def draw(data: xr.Dataset) -> Figure:
-    """Draw what was measured: over the steps of a series, or over the layers of one model."""
-    panels = _panels(data)
-    figure, axes = canvas(1, len(panels), width=3.5, height=2.9)
-    for axis, draw_panel in zip(axes[0], panels, strict=True):
-        draw_panel(axis, data)
-    letters(axes)
-    return figure
-
-
-def _panels(data: xr.Dataset) -> list[Callable[[Axes, xr.Dataset], None]]:
-    """Return the functions that draw a panel each, for what was measured."""
-    panels: list[Callable[[Axes, xr.Dataset], None]] = []
-    if "entropy" in data and not _is_single(data):
-        panels.append(_draw_entropy)
-    if "stable_rank" in data:
-        panels.append(_draw_ranks)
-    if "hidden_cosine" in data or "embedding_cosine" in data:
-        panels.append(_draw_cosines)
-    if "entropy" in data:
-        panels.append(_draw_heads)
-    return panels
-
-
-def _draw_over_steps(axes: Axes, data: xr.Dataset, curves: Sequence[tuple[str, xr.DataArray]]) -> None:
-    """Draw labelled curves over step + 1, so that a logarithmic axis can show step 0."""
-    for index, (label, curve) in enumerate(curves):
-        appearance = {**series(index), "marker": marker(index)["marker"], "markersize": 3, "markerfacecolor": "white"}
-        axes.plot(data.step.values + 1, curve.values, label=label, **appearance)
-    axes.set(xscale="log", xlabel="step + 1")
-    axes.margins(y=0.25 if len(curves) > 4 else 0.12)  # room for the legend
-    axes.legend(ncols=2 if len(curves) > 4 else 1)
-
-
-def _draw_entropy(axes: Axes, data: xr.Dataset) -> None:
-    mean = data.entropy.mean("head")
-    shown = evenly_spaced(data.sizes["layer"], SHOWN)
-    _draw_over_steps(axes, data, [(f"layer {layer}", mean.isel(layer=layer)) for layer in shown])
-    axes.set(ylabel="entropy / nats", title="Attention, mean over heads")
-
-
-def _draw_ranks(axes: Axes, data: xr.Dataset) -> None:
-    ranks = data.stable_rank
-    axes.set(ylabel="stable rank", title="Lower matrix of the MLP")
-    if not _is_single(data):
-        shown = evenly_spaced(data.sizes["weight"], SHOWN)
-        _draw_over_steps(axes, data, [(f"matrix {matrix}", ranks.isel(weight=matrix)) for matrix in shown])
-        return
-    axes.plot(np.arange(data.sizes["weight"]), ranks.isel(step=0), **{**marker(0), "linestyle": "-"})
-    axes.set(xlabel="matrix, from the first layer on", xticks=evenly_spaced(data.sizes["weight"], 8))
-
-
-def _draw_cosines(axes: Axes, data: xr.Dataset) -> None:
-    axes.set(ylabel="root mean square cosine", title="Orthogonality")
-    if not _is_single(data):
-        curves = [("embeddings", data.embedding_cosine)] if "embedding_cosine" in data else []
-        if "hidden_cosine" in data:
-            shown = evenly_spaced(data.sizes["depth"], 3)
-            curves += [(f"hidden, depth {depth}", data.hidden_cosine.isel(depth=depth)) for depth in shown]
-        _draw_over_steps(axes, data, curves)
-    elif "hidden_cosine" in data:
-        values = data.hidden_cosine.isel(step=0)
-        axes.plot(np.arange(values.size), values, **{**marker(0), "linestyle": "-"})
-        axes.set(xlabel="depth", xticks=evenly_spaced(values.size, 8))
-    else:
-        axes.plot(0, data.embedding_cosine.isel(step=0), **marker(0))
-        axes.set_xticks([0], ["token embeddings"])
-    if "embedding_random" in data:
-        axes.axhline(float(data.embedding_random.max()), color="grey", linestyle=":", linewidth=1)
-    axes.set(ylim=(0, 1.3 * axes.get_ylim()[1]), yticks=np.linspace(0, 1, 6))
-
-
-def _draw_heads(axes: Axes, data: xr.Dataset) -> None:
-    last = data.entropy.dropna("step", how="all").isel(step=-1)
-    image = axes.imshow(last.values, cmap="viridis", aspect="auto", vmin=0)
-    axes.grid(visible=False)
-    step = "" if _is_single(data) else f", step {int(last.step)}"
-    axes.set(xlabel="head", ylabel="layer", title=f"Entropy / nats{step}")
-    axes.set_xticks(evenly_spaced(last.sizes["head"], 8))
-    axes.set_yticks(evenly_spaced(last.sizes["layer"], 8))
-    axes.figure.colorbar(image, ax=axes)
+    write_trajectory(folder / TRAJECTORY, data)
+    names, pictures = [TRAJECTORY, AUDIT], {}
+    for name, panels, caption in draw_figures(data):
+        files = save_figure(draw(panels), folder / FIGURES / name, caption=caption)
+        names += [f"{FIGURES}/{file.name}" for file in files]
+        pictures[name] = (folder / FIGURES / f"{name}.svg").read_bytes()
+    clear_figures(folder / FIGURES, keep=list(pictures))
+    contents = {name: ((folder / name).stat().st_size, file_checksum(folder / name)) for name in names}
+    write_text(folder / PAGE, render(data, faults, pictures, contents))
+    write_manifest(folder, identity, [*names, PAGE])
+    return folder / PAGE

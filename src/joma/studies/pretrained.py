@@ -82,7 +82,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 def _probe_series(name: str, series: Checkpoints, store: Store, progress: Progress) -> xr.Dataset:
     """Probe a series; its faults become an attribute, and those that lose data also a warning."""
-    result = probe(series, store=store, progress=progress)
+    result = probe(series, measures=["entropy"], store=store, progress=progress)
     for fault in result.audit.faults:
         if fault.loses_data:
             warnings.warn(f"{name}: {fault}", stacklevel=3)
@@ -129,7 +129,7 @@ def _with_numbered_layers(result: ProbeResult) -> xr.Dataset:
         got = got or f"{data.attrs['source']} without {', '.join(missing)}"
         remedy = "leave it out, and measure the rest with `joma probe`"
         raise InputError("models", "models of which all measures can be taken", got, remedy)
-    data = data.drop_vars(["layer", "weight", "checkpoint"], errors="ignore").rename(weight="matrix")
+    data = data.drop_vars(["layer", "weight", "checkpoint", "entropy_sd"], errors="ignore").rename(weight="matrix")
     if "bounce_depth" not in data:
         data = data.assign(bounce_depth=("layer", np.full(data.sizes["layer"], np.nan)))
         data = data.assign(bounce_recovery=data.bounce_depth, bounce_p_value=data.bounce_depth)

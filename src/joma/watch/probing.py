@@ -1,4 +1,4 @@
-"""Probe a model or a series of checkpoints: audit it, then measure attention entropy, stable rank and orthogonality.
+"""Probe a model or a series of checkpoints: audit it, then measure attention, stable rank and orthogonality.
 
 Weights are read one tensor at a time; for entropy and hidden states one model at a time is loaded and run on a text.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -25,6 +25,7 @@ from joma.arguments import InputError
 from joma.memory import readable
 from joma.probes.bounce import measure_bounce
 from joma.probes.orthogonality import cosine_orthogonality
+from joma.probes.summary import MEASURES, check_measures
 from joma.progress import SILENT, Progress
 from joma.watch.audit import NOT_FINITE_REMEDY, Audit, audit_series
 from joma.watch.checkpoint_ranks import stable_ranks
@@ -42,6 +43,8 @@ EMBEDDING = re.compile(  # the token embedding, as the architectures name it
     r"(?:^|\.)(embed_in|embed_tokens|wte|word_embeddings|tok_embeddings|token_embedding|tok_emb|embeddings|shared)\.weight$"
 )
 MAX_TEXT = 10**8  # bytes; the models are run on the beginning only
+DEFAULT_MEASURES = ("entropy", "sink_mass")
+BOTH = ("batch", "query")  # the axes of rows
 LENGTH, SEQUENCES = 256, 8  # tokens per sequence, and sequences, of the text that models are run on
 SPANS, SPAN_ROWS = 8, 256  # evenly spaced spans of rows that are sampled of an embedding, and rows in each
 
@@ -61,6 +64,7 @@ class ProbeResult:
 def probe(
     series: Checkpoints,
     *,
+    measures: str | Sequence[str] = DEFAULT_MEASURES,
     text: str | None = None,
     store: Store | None = None,
     progress: Progress = SILENT,
@@ -68,11 +72,13 @@ def probe(
     """Audit a series and measure its sound checkpoints; a single model is a series of one.
 
     For each checkpoint: the stable rank ‖W‖_F²/‖W‖₂² of each MLP's lower matrix, the cosines between token embeddings
-    and between hidden vectors at each depth, and the attention entropy by layer and head on `text`. Over the series:
-    whether the entropy of each layer bounces. What cannot be measured is reported among the audit's faults.
+    and between hidden vectors at each depth, and the measures of attention by layer and head on `text`, each with its
+    standard deviation over the sequences (`entropy_sd`). Over the series: whether the entropy of each layer bounces.
+    What cannot be measured is reported among the audit's faults.
 
     Args:
         series: the checkpoints.
+        measures: names of `joma.probes.summary.MEASURES`; the entropy is always measured.
         text: the text that models are run on; by default the beginning of the embedded corpus.
         store: where measurements are kept, so that a second call reads nothing again.
         progress: where to show the progress.
@@ -82,6 +88,7 @@ def probe(
     """
     if text is not None and not text.strip():
         raise InputError("text", "at least two tokens long", "none", "give a longer text")
+    names = ("entropy", *(name for name in check_measures(measures) if name != "entropy"))
     faults = list(audit_series(series, store=store, progress=progress).faults)
     left_out = set(Audit(tuple(faults)).left_out)
     measurements: dict[str, dict[str, np.ndarray]] = {}
@@ -97,15 +104,30 @@ def probe(
 
     run(WEIGHTS)
     left_out |= Audit(tuple(faults)).left_out
-    measure, disagreements = _attention_measure(series, left_out, default_text() if text is None else text)
+    attention_measure, disagreements = _attention_measure(series, left_out, names, text)
     faults += disagreements
     left_out |= {name for fault in disagreements for name in fault.checkpoints}
-    if measure is not None:
-        run(measure)
+    if attention_measure is not None:
+        run(attention_measure)
     if not measurements:
         got = f"{series.source}, of which nothing can be measured ({faults[-1].message})"
         raise InputError("source", "a series with a sound checkpoint", got, faults[-1].remedy)
-    return ProbeResult(_combine(series, measurements), Audit(tuple(_merge_faults(faults))))
+    data = _combine(measurements).assign_attrs(_origin(series, text, attention_measure))
+    return ProbeResult(data, Audit(tuple(_merge_faults(faults))))
+
+
+def _origin(series: Checkpoints, text: str | None, measure: Measure | None) -> dict[str, str]:
+    """Return what was measured and on which text, for the attributes of the data."""
+    origin = {"source": series.source, "unit": series.unit}
+    if series.bases:
+        origin["base"] = ", ".join(series.bases)
+    if measure is not None:
+        sequences, length = measure.options["shape"]
+        origin["tokens"] = f"{sequences} sequence{'s' * (sequences != 1)} of {length} tokens"
+        origin["tokens_sha256"] = measure.options["tokens"]
+        is_given = text is not None
+        origin["text"] = f"given, {len(text):,} characters" if is_given else "the beginning of the embedded corpus"
+    return origin
 
 
 def read_text(file: Path) -> str:
@@ -173,7 +195,9 @@ def _sample_rows(checkpoint: LazyCheckpoint, name: str) -> Float[Tensor, "row di
     return torch.cat(parts).float().reshape(-1, width)
 
 
-def _attention_measure(series: Checkpoints, left_out: Collection[str], text: str) -> tuple[Measure | None, list[Fault]]:
+def _attention_measure(
+    series: Checkpoints, left_out: Collection[str], names: Sequence[str], text: str | None
+) -> tuple[Measure | None, list[Fault]]:
     """Return the measure that runs each model on `text`, and the faults of the checkpoints that it cannot measure.
 
     The models must agree on what they compute, and on the tokens of the text; without any model there is no measure.
@@ -196,16 +220,17 @@ def _attention_measure(series: Checkpoints, left_out: Collection[str], text: str
         return None, faults
     config = configs[next(iter(agreeing))]
     try:
-        tokens, disagreements = encode(text, agreeing, config, length=LENGTH, count=SEQUENCES)
+        content = default_text() if text is None else text
+        tokens, disagreements = encode(content, agreeing, config, length=LENGTH, count=SEQUENCES)
     except Unreadable as error:
         return None, [*faults, Fault.from_error("not run", series.source, error, left_out=False)]
-    options = {"tokens": _digest(tokens.numpy().tobytes()), "shape": list(tokens.shape)}
+    options = {"tokens": _digest(tokens.numpy().tobytes()), "shape": list(tokens.shape), "measures": list(names)}
     options["config"] = _digest(json.dumps(computed_fields(config), sort_keys=True).encode())
 
     def function(checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
-        return measure_attention(checkpoint, configs[checkpoint.name], tokens)
+        return measure_attention(checkpoint, configs[checkpoint.name], tokens, names)
 
-    return Measure("attention", 2, function, options), [*faults, *disagreements]
+    return Measure("attention", 3, function, options), [*faults, *disagreements]
 
 
 def _digest(content: bytes) -> str:
@@ -213,11 +238,12 @@ def _digest(content: bytes) -> str:
 
 
 def measure_attention(
-    checkpoint: LazyCheckpoint, config: Any, tokens: Int[Tensor, "sequence position"]
+    checkpoint: LazyCheckpoint, config: Any, tokens: Int[Tensor, "sequence position"], measures: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """Measure the attention entropy by layer and head, and the cosines between hidden vectors at each depth.
+    """Measure attention by layer and head, and the cosines between hidden vectors at each depth.
 
     An encoder-decoder reads `tokens` on both sides; its hidden vectors form two sequences of depths and are left out.
+    `measures` begin with the entropy, which is finite for every query.
     """
     model = load(checkpoint, config)
     tokens = tokens.to(next((parameter.device for parameter in model.parameters()), tokens.device))
@@ -225,10 +251,10 @@ def measure_attention(
     if getattr(model.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens
     try:
-        with quiet(), torch.no_grad(), attention(model) as recording, attention(model, reduce="none") as rows:
+        with quiet(), torch.no_grad(), attention(model, measures=measures, reduce="none") as recording:
             output = model(**inputs)
-        entropy = recording.entropy.mean("pass")
-        _check_recording(checkpoint, rows, output)
+        rows = recording.dataset().mean("pass")
+        _check_recording(checkpoint, recording, output)
     except NotFinite:
         raise
     except BaseException as error:  # a model may refuse the call with any error
@@ -237,10 +263,22 @@ def measure_attention(
         expected = "a model with attention to watch" if isinstance(error, InputError) else "a model that runs on tokens"
         got = f"{type(model).__name__} ({reason(error)})"
         raise Unreadable(checkpoint.name, expected, got, f"try another {ONLY_WEIGHTS}") from None
-    values = {"layer": _pack_names(entropy.layer.values), "entropy": entropy.transpose("layer", "head").values}
+    values = {"layer": _pack_names(rows.layer.values), **_by_layer_and_head(rows)}
     if states := getattr(output, "hidden_states", None):
         cosines = [cosine_orthogonality(state.flatten(0, 1)).root_mean_square for state in states]
         values["hidden_cosine"] = torch.stack(cosines).numpy()
+    return values
+
+
+def _by_layer_and_head(rows: xr.Dataset) -> dict[str, np.ndarray]:
+    """Return each measure [layer, head] over all rows, and its standard deviation over the sequences."""
+    values = {}
+    for name, variable in rows.data_vars.items():
+        is_mean = MEASURES[str(name)].reduction == "mean"
+        total, by_sequence = (variable.mean(dims) if is_mean else variable.max(dims) for dims in (BOTH, "query"))
+        values[str(name)] = total.transpose("layer", "head").values
+        if rows.sizes["batch"] > 1:
+            values[f"{name}_sd"] = by_sequence.std("batch", ddof=1).transpose("layer", "head").values
     return values
 
 
@@ -253,7 +291,7 @@ def _check_recording(checkpoint: LazyCheckpoint, rows: Recording, output: Any) -
         raise rows.refused
     parts = output.values() if isinstance(output, Mapping) else output
     tensors = [part for value in parts for part in (value if isinstance(value, tuple) else (value,))]
-    layers = [layer for layers in rows.passes for layer, values in layers.items() if not values.isfinite().all()]
+    layers = [layer for layers in rows.passes for layer, entropy in layers.items() if not entropy.isfinite().all()]
     states = [part for part in tensors if isinstance(part, Tensor) and not part.isfinite().all()]
     if layers or states:
         where = f"the attention entropy of {layers[0]}" if layers else "its hidden vectors"
@@ -267,7 +305,7 @@ def _pack_names(names: Iterable[str]) -> np.ndarray:
 
 
 DIMS = {
-    "entropy": ("layer", "head"),
+    **{f"{name}{suffix}": ("layer", "head") for name in MEASURES for suffix in ("", "_sd")},
     "stable_rank": ("weight",),
     "embedding_cosine": (),
     "embedding_random": (),
@@ -275,7 +313,7 @@ DIMS = {
 }
 
 
-def _combine(series: Checkpoints, measurements: Mapping[str, Mapping[str, np.ndarray]]) -> xr.Dataset:
+def _combine(measurements: Mapping[str, Mapping[str, np.ndarray]]) -> xr.Dataset:
     """Combine the measurements into one Dataset over the steps; NaN for what a checkpoint lacks."""
     parts, in_order = [], sorted(measurements.items(), key=lambda item: int(item[1]["step"]))
     for _, values in in_order:
@@ -285,7 +323,10 @@ def _combine(series: Checkpoints, measurements: Mapping[str, Mapping[str, np.nda
     data = xr.merge(parts, join="outer", compat="no_conflicts")
     data = data.assign_coords(checkpoint=("step", [name for name, _ in in_order]))
     names = {dim: sorted(data.get_index(dim), key=_natural_order) for dim in ("layer", "weight") if dim in data.dims}
-    return _with_bounces(data.sel(names)).assign_attrs(source=series.source, unit=series.unit)
+    for name in set(MEASURES).intersection(data):
+        measure = MEASURES[name]
+        data[name].attrs.update(units=measure.unit, long_name=measure.label, description=measure.description)
+    return _with_bounces(data.sel(names))
 
 
 def _with_bounces(data: xr.Dataset) -> xr.Dataset:

@@ -346,6 +346,11 @@ class Checkpoints(Sequence[LazyCheckpoint]):
         return tuple(name for _, name in self._members)
 
     @property
+    def bases(self) -> tuple[str, ...]:
+        """The base models of the adapters that have been read so far."""
+        return tuple(sorted(base for base, _ in self._bases))
+
+    @property
     def bytes_read(self) -> int:
         """How many bytes of weights have been read so far."""
         return self.counter.total
