@@ -13,20 +13,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
-from joma.arguments import InputError
+from joma.arguments import InputError, short_reason
 from joma.probes.summary import AttentionCall, summary_rows
+from joma.watch.flex import flex_call
 from joma.watch.layouts import LAYOUTS, attends_globally, in_order
 from joma.watch.recording import Recording
 from joma.watch.softmaxes import SOFTMAXES, Softmaxes, Use, attention_logits, head_count
+from joma.watch.switches import compilation
 from joma.watch.unseen import never_recorded
 
 _SDPA = F.scaled_dot_product_attention
@@ -42,9 +45,11 @@ class Interceptor(TorchFunctionMode):
         super().__init__()
         self.recordings: list[Recording] = []
         self.softmaxes = Softmaxes()
+        self._off = False  # inside a call that has been measured as a whole
         self._handlers: dict[Any, Callable[..., Any]] = {
             _SDPA: self._attend,
             _MULTI_HEAD: self._multi_head_attention,
+            flex_operator: self._flex,
             **{function: partial(self._softmax, function) for function in SOFTMAXES},
             **{function: partial(self._subtract, function) for function in _SUBTRACTIONS},
         }
@@ -53,9 +58,9 @@ class Interceptor(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types  # this method is short because a pass calls it hundreds of times
-        handler = self._handlers.get(func, func)
+        handler = func if self._off else self._handlers.get(func, func)
         result = handler(*args, **kwargs) if kwargs else handler(*args)
-        if self.softmaxes and handler is func:
+        if self.softmaxes and handler is func and not self._off:
             use = self.softmaxes.follow(func, args, kwargs, result)
             if use is not None:
                 self._measure_softmax(use)
@@ -92,6 +97,35 @@ class Interceptor(TorchFunctionMode):
                 values = {name: _three_axes(row) for name, row in rows.items()}
                 for recording in recordings:
                     recording.record(call, values, keys, (depths or {}).get(recording, 0))
+
+    def call_measured(
+        self, function: Callable[..., Any], call: AttentionCall | InputError, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Measure a call as a whole, then run it as without interception: what happens inside is not seen again."""
+        with self._switched_off():
+            if isinstance(call, InputError):
+                for recording in self.active:
+                    recording.refuse(call)
+            else:
+                self.measure(call)
+            with compilation():
+                return function(*args, **kwargs)
+
+    @contextmanager
+    def _switched_off(self) -> Iterator[None]:
+        """Take this mode from the stack of modes: code that is compiled inside would otherwise trace it."""
+        self._off = True
+        try:
+            with _pop_mode_temporarily() if _get_current_function_mode() is self else nullcontext():
+                yield
+        finally:
+            self._off = False
+
+    def _flex(self, *args: Any, **kwargs: Any) -> Any:
+        """Measure FlexAttention, then run it."""
+        query, key, _, score_mod, block_mask, scale = args[:6]
+        self.measure(flex_call(query, key, score_mod, block_mask, scale=scale))
+        return flex_operator(*args, **kwargs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Record the measures, then call SDPA with the same arguments."""
@@ -184,6 +218,26 @@ def _three_axes(rows: Tensor) -> Tensor:
 def _without_autocast(device: str) -> Any:
     """Return a context without autocast; checking whether it is needed is cheaper than entering it."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def measured_function(function: Callable[..., Any], read: Callable[..., AttentionCall]) -> Callable[..., Any]:
+    """Return `function`, which computes attention, measured while a model is watched; `read` reads its arguments."""
+
+    @wraps(function)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        mode: Interceptor | None = getattr(_local, "interceptor", None)
+        if mode is None or mode._off or not mode.active:
+            return function(*args, **kwargs)
+        try:
+            call = read(*args, **kwargs)
+        except InputError as error:
+            call = error
+        except Exception as cause:  # another version of the function may take other arguments: the model must go on
+            name, remedy = getattr(function, "__name__", "attention"), "report this with the version of its package"
+            call = InputError(name, "called with known arguments", short_reason(cause), remedy)
+        return mode.call_measured(function, call, *args, **kwargs)
+
+    return measured
 
 
 @contextmanager

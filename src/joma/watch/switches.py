@@ -41,12 +41,22 @@ def without_fast_path(modules: Collection[nn.Module]) -> Iterator[None]:
 @contextmanager
 def without_compilation(modules: Collection[nn.Module]) -> Iterator[None]:
     """Run compiled models eagerly, because calls inside compiled code cannot be intercepted."""
-    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and importing it would take seconds
-        yield
+    if not {"torch._dynamo", "torch.nn.attention.flex_attention"} & {*sys.modules}:
+        yield  # nothing is compiled, and importing the compiler would take seconds
         return
     if any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules):
         _warn_once("compiled", "a compiled model runs eagerly while attention is watched")
     with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def compilation() -> Iterator[None]:
+    """Allow compiled functions again inside `without_compilation`: FlexAttention is compiled by itself."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("default"):
         yield
 
 

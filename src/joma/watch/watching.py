@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError
 from joma.probes.summary import Sinks
-from joma.watch.interception import interception
+from joma.watch.flash import rebound
+from joma.watch.interception import interception, measured_function
 from joma.watch.recording import DEFAULT_MEASURES, Recording
+from joma.watch.registry import wrapped_registry
 from joma.watch.switches import without_compilation, without_fast_path
 from joma.watch.unseen import Kind, attention_kind
 
@@ -93,6 +95,8 @@ def attention(
     with ExitStack() as stack:
         stack.enter_context(without_fast_path(modules.values()))
         stack.enter_context(without_compilation(modules.values()))
+        stack.enter_context(wrapped_registry(measured_function))
+        stack.enter_context(rebound({type(module).__module__ for module in modules.values()}, measured_function))
         stack.enter_context(recording.row_masks.hooks({_layer_name(name): module for name, module in modules.items()}))
         stack.enter_context(_hooks(modules, recording))
         stack.enter_context(interception(recording))
