@@ -128,7 +128,7 @@ def gpt2_decoder() -> tuple[Any, str]:
 DECODERS = {"llama": llama_decoder, "neox": neox_decoder, "opt": opt_decoder, "gpt2": gpt2_decoder}
 
 
-def eager_entropies(model: Any, layer_names: str, **inputs: Tensor) -> dict[str, Tensor]:
+def eager_entropies(model: Any, layer_names: str, **inputs: Any) -> dict[str, Tensor]:
     """Return the entropies [batch, head, query] by layer, from the matrices that eager attention returns."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")

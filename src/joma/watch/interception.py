@@ -84,9 +84,10 @@ class Interceptor(TorchFunctionMode):
         with _without_autocast(tensor.device.type):
             for options in {recording.options: None for recording in active}:
                 recordings = [recording for recording in active if recording.options == options]
-                names, top, sinks, precision = options
+                names, top, _, precision = options
                 try:
-                    if sinks == 0 and "sink_mass" in names:
+                    sinks = recordings[0].sinks
+                    if isinstance(sinks, int) and sinks == 0 and "sink_mass" in names:
                         first = (recording.first_tokens(call, keys) for recording in recordings)
                         sinks = next((tokens for tokens in first if tokens is not None), 0)
                     rows = summary_rows(call, names, top=top, sinks=sinks, precision=precision)

@@ -85,7 +85,7 @@ class Recording(RecordingViews):
     ) -> None:
         choice("precision", precision, PRECISIONS)
         self.measures = check_measures(measures)
-        self.top, self.sinks = top, sinks
+        self.top, self.sinks = top, tuple(sinks) if isinstance(sinks, list) else sinks
         self.precision, self.row_masks = precision, RowMasks(rows)
         self.longest = 0
         self.not_seen: dict[str, str] = {}
@@ -112,7 +112,8 @@ class Recording(RecordingViews):
     @property
     def options(self) -> tuple[Any, ...]:
         """The measures to compute and how: recordings with the same options share one computation."""
-        return self._computed, self.top, self.sinks, self.precision
+        sinks = id(self.sinks) if isinstance(self.sinks, Tensor) else self.sinks
+        return self._computed, self.top, sinks, self.precision
 
     @property
     def rows(self) -> Tensor | str:
