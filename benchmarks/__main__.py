@@ -17,6 +17,7 @@ NAMES = (
     "text",
     "language",
     "probes",
+    "summary",
     "bounce",
     "watch",
     "activations",
