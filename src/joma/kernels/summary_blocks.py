@@ -122,10 +122,15 @@ class _RowSums:
         column = torch.arange(start, start + e.shape[-1], device=e.device, dtype=e.dtype)
         first = min(max(low + 1 - start, 0), e.shape[-1])  # keys before it are on the left of all rows
         last = min(max(high - start, first), e.shape[-1])  # keys from it on are on the right of all rows
-        left, right = start + first - 1, start + last  # the nearest of these keys
-        before, after = (e[..., part].sum(dim=-1, keepdim=True) for part in (slice(first), slice(last, None)))
-        total = (position - left).clamp(min=0) * before + (right - position).clamp(min=0) * after
-        total += (e @ ((left - column).clamp(min=0) + (column - right).clamp(min=0)))[..., None]
+        total = torch.zeros_like(self.z)
+        if first > 0:
+            edge = start + first - 1
+            total += (position - edge) * e[..., :first].sum(dim=-1, keepdim=True)
+            total += (e @ (edge - column).clamp_(min=0))[..., None]  # of all, as a product with a part would copy it
+        if last < e.shape[-1]:
+            edge = start + last
+            total += (edge - position) * e[..., last:].sum(dim=-1, keepdim=True)
+            total += (e @ (column - edge).clamp_(min=0))[..., None]
         if first < last:
             total += (e[..., first:last] * (position - column[first:last]).abs()).sum(dim=-1, keepdim=True)
         return total
@@ -217,8 +222,7 @@ def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:
     """Hide the keys after each query; the first row sees the columns up to number `first`."""
     start = max(0, first)
     if start < d.shape[-1]:
-        row, column = torch.arange(d.shape[-2], device=d.device), torch.arange(start, d.shape[-1], device=d.device)
-        d[..., start:].masked_fill_(column > row[:, None] + first, HIDDEN)
+        d[..., start:] += d.new_full((d.shape[-2], d.shape[-1] - start), HIDDEN).triu_(1 + first - start)
 
 
 # The scores of chosen keys
