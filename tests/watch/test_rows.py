@@ -121,7 +121,8 @@ def test_a_mask_given_by_name_is_not_taken_for_a_positional_argument() -> None:
     class Variable(nn.Module):
         def forward(self, *inputs: Tensor, attention_mask: Tensor | None = None) -> Tensor:
             del attention_mask
-            return F.scaled_dot_product_attention(*(inputs[0][:, None],) * 3)
+            x = inputs[0][:, None]
+            return F.scaled_dot_product_attention(x, x, x)
 
     x = random_normal(2, 5, 4)
     assert torch.equal(kept(Variable(), x, REAL), ALL)
@@ -144,6 +145,20 @@ def test_rows_that_the_masks_leave_open_are_listed_with_one_warning() -> None:
     with attention(model) as recording:  # there is no padding: nothing to warn of
         model(x, attention_mask=torch.ones_like(REAL))
     assert recording.rows_unknown == {}
+
+
+@given(st.integers(1, 4), st.integers(5, 9))
+def test_blocks_of_a_sequence_are_cut_from_its_mask(size: int, length: int) -> None:
+    class Blocks(nn.Module):
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            del attention_mask
+            x = F.pad(x, (0, 0, 0, -length % size)).reshape(-1, 1, size, 4)
+            return F.scaled_dot_product_attention(x, x, x)
+
+    real = torch.arange(length) < torch.tensor([[length], [length // 2]])  # one block is not enough to be sure
+    rows = kept(Blocks(), random_normal(2, length, 4), real)
+    assert torch.equal(rows.reshape(2, -1)[:, :length], real)
+    assert not rows.reshape(2, -1)[:, length:].any()
 
 
 def test_the_mask_of_another_sequence_says_nothing_of_the_queries() -> None:

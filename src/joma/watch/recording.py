@@ -271,7 +271,7 @@ class Recording(RecordingViews):
             index += 1
             label = f"{name}[{index}]"
         batch, _, queries = next(iter(values.values())).shape
-        self._pending[label] = _Pending(values, self.row_masks.rows_for(name, batch, queries))
+        self._pending[label] = _Pending(values, self.row_masks.rows_for(label, batch, queries))
         for listener in self.listeners:
             listener(label, call)
 

@@ -349,11 +349,13 @@ class RowMasks:
     def _fit(self, mask: Mask, batch: int, queries: int) -> Bool[Tensor, "batch query"] | None:
         """Return the mask for this attention, or None if its shape does not fit.
 
-        With a cache the mask is longer than the queries, which are its last positions.
+        With a cache the mask is longer than the queries, which are its last positions. Attention within blocks of a
+        sequence has each block as a sequence of its own; the last one is filled up with padding.
         """
         real = self._real(mask)
         if real.shape[0] not in (1, batch):
-            return None
+            blocks = _block_count(real.shape, batch, queries)
+            return self._once(_in_blocks, real, blocks, queries) if blocks else None
         if real.shape[1] > queries == mask.length:
             real = self._once(_last_columns, real, queries)
         return self._once(_expand, real, batch) if real.shape[1] == queries else None
@@ -403,6 +405,16 @@ def _given_rows(rows: Tensor, batch: int, queries: int, device: torch.device | N
 
 def _expand(values: Tensor, batch: int) -> Tensor:
     return values if values.shape[0] == batch else values.expand(batch, -1)
+
+
+def _block_count(shape: torch.Size, batch: int, queries: int) -> int:
+    """Return in how many blocks of `queries` positions each sequence of a mask is cut to give `batch`, or 0."""
+    blocks, rest = divmod(batch, shape[0])
+    return blocks if blocks > 1 and not rest and 0 <= blocks * queries - shape[1] < queries else 0
+
+
+def _in_blocks(real: Tensor, blocks: int, queries: int) -> Tensor:
+    return nn.functional.pad(real, (0, blocks * queries - real.shape[1])).reshape(-1, queries)
 
 
 def _last_columns(values: Tensor, count: int) -> Tensor:
