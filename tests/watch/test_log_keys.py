@@ -50,12 +50,15 @@ def test_no_two_names_have_one_key(names: list[str]) -> None:
     assert short == short_names(names)
 
 
+BLOCKS = {"gradient_norm": {"m.layers.0": 0.5, "m.layers.1": 0.25, "embedding": 2.0, "other": 3.0}}
+
+
 def probe(layers: list[str], collapsed: list[list[bool]]) -> Probe:
     values = {
         "entropy": np.array([[1.0, 3.0], [np.nan, np.nan]]),
         "largest_logit": np.array([[5.0, 7.0], [2.0, np.nan]]),
     }
-    measurement = Measurement(layers, values, np.array([2.0, 4.0, 8.0]))
+    measurement = Measurement(layers, values, np.array([2.0, 4.0, 8.0]), BLOCKS)
     return Probe(0, measurement, Collapsed(np.array(collapsed), np.zeros(3, dtype=bool)))
 
 
@@ -75,6 +78,10 @@ def test_scalars_are_means_over_heads_and_the_largest_logit_is_a_maximum() -> No
         "stable_rank/layers.0.experts.0": 2.0,
         "stable_rank/layers.0.experts.1": 4.0,
         "stable_rank/layers.1": 8.0,
+        "gradient_norm/layers.0": 0.5,
+        "gradient_norm/layers.1": 0.25,
+        "gradient_norm/embedding": 2.0,
+        "gradient_norm/other": 3.0,
     }
     assert list(scalars) == list(expected)
     np.testing.assert_array_equal(list(scalars.values()), list(expected.values()))
@@ -85,8 +92,10 @@ def test_a_summary_has_one_rank_a_layer_and_collapsed_heads_are_counted_once_the
     layers = ["m.layers.0.attn", "m.layers.1.attn"]
     scalars = keys.scalars(probe(layers, [[True, True], [False, False]]))
     assert set(scalars) == {
-        *(f"{kind}/layers.{n}" for kind in ("attention_entropy", "stable_rank") for n in (0, 1)),
+        *(f"{kind}/layers.{n}" for kind in ("attention_entropy", "stable_rank", "gradient_norm") for n in (0, 1)),
         "collapsed/layers.0",
+        "gradient_norm/embedding",
+        "gradient_norm/other",
     }
     assert (scalars["stable_rank/layers.0"], scalars["collapsed/layers.0"]) == (3.0, 2.0)
     assert keys.scalars(probe(layers, [[False, False]] * 2))["collapsed/layers.0"] == 0.0

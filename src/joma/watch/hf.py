@@ -72,6 +72,14 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
             scalars = self.recorder(state.global_step)
             self._log(scalars or (self.recorder.probe(state.global_step) if last else {}))
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measure the gradients, after clipping, if the coming step is due and the option `gradients` is set."""
+        del args, control, kwargs
+        if self.recorder is not None and self.options.get("gradients"):
+            self.recorder.read_gradients(state.global_step + 1, always=state.global_step + 1 >= state.max_steps)
+
     def _log(self, scalars: dict[str, float]) -> None:
         """Log through the Trainer, with one short line for the console."""
         trainer = self._trainer

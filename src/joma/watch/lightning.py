@@ -81,6 +81,12 @@ class EntropyCallback(RecorderCallback, Callback):
         if self.recorder is not None:
             self._log(trainer, self.recorder(trainer.global_step))
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Measure the gradients, before clipping, if the coming step is due and the option `gradients` is set."""
+        del pl_module, optimizer
+        if self.recorder is not None and self.options.get("gradients"):
+            self.recorder.read_gradients(trainer.global_step + 1)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Probe at the last step."""
         del pl_module

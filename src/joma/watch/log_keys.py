@@ -1,7 +1,8 @@
 """The scalars of a probe that are logged, and their keys, which are short and stay the same during a training.
 
-Keys are `attention_<measure>/<layer>`, `attention_entropy_min/<layer>`, `stable_rank/<weight>` and `collapsed/<layer>`:
-TensorBoard, Weights & Biases and others group charts by the part before the slash.
+Keys are `attention_<measure>/<layer>`, `attention_entropy_min/<layer>`, `stable_rank/<weight>` and `collapsed/<layer>`,
+and, if asked for, `residual_rms/<block>`, `gradient_norm/<block>` and the like. TensorBoard, Weights & Biases and others
+group charts by the part before the slash.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from joma.watch.averages import MAXIMA
+from joma.watch.block_values import BlockValues
+from joma.watch.gradients import EMBEDDING, OTHER
 from joma.watch.trajectory import Probe
 
+OUTSIDE_BLOCKS = (EMBEDDING, OTHER)
 _INDEX = re.compile(r"\[(\d+)\]$")  # of a layer's second call in one pass
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
@@ -36,13 +40,21 @@ class LogKeys:
         short = short_names(dict.fromkeys(blocks.values()))
         self._rank_keys = [short[blocks[name]] for name in weights]
         self._layers: dict[str, str] = {}
+        self._blocks: dict[str, str] = {}
         self._has_collapsed: set[str] = set()
 
     def layers(self, names: Sequence[str]) -> dict[str, str]:
         """Return the short names of layers; a layer that is first called later keeps its full name."""
-        if not self._layers:
-            self._layers = short_names(names)
+        self._layers = self._layers or short_names(names)
         return self._layers | {name: name for name in names if name not in self._layers}
+
+    def _block_scalars(self, values: BlockValues) -> Iterator[tuple[str, float]]:
+        blocks = dict.fromkeys(block for table in values.values() for block in table)
+        known = {*self._blocks, *OUTSIDE_BLOCKS}
+        self._blocks |= short_names([block for block in blocks if block not in known]) if not self._blocks else {}
+        for variable, table in values.items():
+            for block, value in table.items():
+                yield f"{variable}/{self._blocks.get(block, block)}", value
 
     def scalars(self, probe: Probe) -> dict[str, float]:
         """Return what is logged: measures by layer, stable ranks, and the number of collapsed heads of a layer."""
@@ -55,7 +67,7 @@ class LogKeys:
         for name, rank in zip(self._rank_keys, measurement.ranks.tolist(), strict=True):
             ranks.setdefault(name, []).append(rank)
         scalars |= {f"stable_rank/{name}": sum(values) / len(values) for name, values in ranks.items()}
-        return scalars | dict(self._collapsed(probe, short))
+        return scalars | dict(self._block_scalars(measurement.blocks)) | dict(self._collapsed(probe, short))
 
     def _layer_scalars(self, measure: str, layer: str, heads: np.ndarray) -> dict[str, float]:
         defined = heads[~np.isnan(heads)]  # empty if the model has diverged

@@ -54,6 +54,14 @@ def _check_ranks(ranks: Any) -> bool | str:
         raise InputError("ranks", "True, False or a regular expression", got, "correct it") from None
 
 
+def _check_blocks(blocks: Any) -> str | None:
+    """Return `blocks` if it is None or a regular expression."""
+    try:
+        return None if blocks is None else re.compile(blocks).pattern
+    except (TypeError, re.error) as cause:
+        raise InputError("blocks", "a regular expression", f"{blocks!r} ({cause})", "correct it") from None
+
+
 def _check_forward(forward: Any) -> Any:
     if forward is None or callable(forward):
         return forward
@@ -79,6 +87,10 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "top": lambda value: whole("top", value, low=1, high=MAX_TOP),
     "sinks": _check_sinks,
     "ranks": _check_ranks,
+    "residual": lambda value: flag("residual", value),
+    "activation_ranks": lambda value: flag("activation_ranks", value),
+    "gradients": lambda value: flag("gradients", value),
+    "blocks": _check_blocks,
     "rows": check_rows,
     "precision": lambda value: choice("precision", value, {name: name for name in PRECISIONS}),
     "floor": lambda value: scalar("floor", value, low=0.0),

@@ -18,10 +18,14 @@ from joma.probes.summary import Sinks
 from joma.runs import write_recording
 from joma.stamp import provenance
 from joma.watch import averages
+from joma.watch.block_values import GRADIENT, combine_blocks, has_gradients, hidden_values, watch_blocks
+from joma.watch.blocks import find_blocks
 from joma.watch.collapse import Collapsed, CollapseDetector
 from joma.watch.distributed import find_processes, model_device, reshard, unwrap
 from joma.watch.evaluation import call_model, evaluation_mode, move
 from joma.watch.failures import Failures, free_device_memory, is_out_of_memory
+from joma.watch.gradients import gradient_norms
+from joma.watch.hidden_states import HiddenStates
 from joma.watch.log_keys import LogKeys
 from joma.watch.probe_options import Policy, checked_options
 from joma.watch.recording import DEFAULT_MEASURES, Recording
@@ -53,6 +57,12 @@ class Recorder(RecorderViews):
         sinks: the keys whose weight "sink_mass" adds up, by default the first.
         ranks: True for the stable ranks of the MLPs' lower matrices, which are recognised by their usual names, or of
             all matrices except embeddings if there are none; a regular expression for the names of matrices; or False.
+        residual: record the norm of the residual stream after each block: `residual_rms` and `residual_norm`.
+        activation_ranks: record stable rank and participation ratio of the hidden states after each block and of what
+            its attention returns, as in `joma.watch.activations`.
+        gradients: record the norm of the gradient by block. Call the recorder after `loss.backward()` and before
+            `optimizer.zero_grad()`, or `read_gradients` there.
+        blocks: a regular expression for the names of the blocks, as in `joma.watch.activations`.
         rows: the query positions that count, as in `joma.watch.attention`: by default "masks", the real tokens.
         precision: as in `joma.attention_entropy`, "highest" or "high".
         floor: a head counts as low below this mean entropy in nats. At 0.05 it puts about 99 % on one token.
@@ -91,6 +101,10 @@ class Recorder(RecorderViews):
         top: int = 8,
         sinks: Sinks = 0,
         ranks: bool | str = True,
+        residual: bool = False,
+        activation_ranks: bool = False,
+        gradients: bool = False,
+        blocks: str | None = None,
         rows: Tensor | str = "masks",
         precision: str = "highest",
         floor: float = 0.05,
@@ -108,6 +122,10 @@ class Recorder(RecorderViews):
         self.forward, self._is_due = options["forward"] or call_model, options["at"]
         self.weights = select_weights(self.model, options["ranks"])
         self._watching = {name: options[name] for name in ("measures", "top", "sinks", "rows", "precision")}
+        self._blocks = {name: options[name] for name in ("residual", "activation_ranks", "rows", "blocks")}
+        if options["residual"] or options["activation_ranks"] or options["gradients"]:
+            find_blocks(self.model, options["blocks"])  # raises an error if there are none
+        self._with_gradients, self._gradients = options["gradients"], {}
         self._log, self._strict = options["log"], options["strict"]
         self._keys = LogKeys(self.weights, measures=options["measures"], summary=options["summary"])
         levels = {name: options[name] for name in ("floor", "rank_floor", "patience")}
@@ -117,14 +135,26 @@ class Recorder(RecorderViews):
 
     def __call__(self, step: int) -> dict[str, float]:
         """Probe if a step has become due since the last call, and return the scalars to log, else {}."""
-        first = step if self._last_call is None else self._last_call + 1
+        due = self._has_become_due(step)
         self._last_call = step
+        return self.probe(step) if due else {}
+
+    def read_gradients(self, step: int, *, always: bool = False) -> None:
+        """Measure the gradients now for the probe at `step`, if a step is due by then, or `always`.
+
+        Call it between `loss.backward()` and `optimizer.step()` if the recorder itself is called after
+        `optimizer.zero_grad()`; without the option `gradients` it does nothing.
+        """
+        if self._with_gradients and (always or self._has_become_due(step)):
+            self._gradients = self._gradient_norms(step)
+
+    def _has_become_due(self, step: int) -> bool:
+        first = step if self._last_call is None else self._last_call + 1
         try:
-            due = any(map(self._is_due, range(first, step + 1)))
+            return any(map(self._is_due, range(first, step + 1)))
         except Exception as error:
             self._give_up("the function `at`", step, error, remedy="it takes a step and returns True or False")
-            return {}
-        return self.probe(step) if due else {}
+            return False
 
     def probe(self, step: int) -> dict[str, float]:
         """Probe now, whether due or not, and return the scalars to log.
@@ -168,16 +198,34 @@ class Recorder(RecorderViews):
             self.batch = move(self.batch, model_device(self.model))
         alone = self._processes.count == 1
         with self._processes.together():
-            recording = self._run("mean" if alone else "none")
+            recording, states = self._run("mean" if alone else "none")
+            blocks = hidden_values(states)
             averaged = averages.means(recording) if alone else averages.row_sums(recording)
         if isinstance(averaged, averages.RowSums):
             averaged = averages.combine(averaged, self._processes)
-        return Measurement(*averaged, stable_ranks(self.model, self.weights, self._processes))
+        blocks = combine_blocks(blocks, self._processes)
+        if self._with_gradients:
+            blocks |= {GRADIENT: self._gradients or self._gradient_norms(step)}
+            self._gradients = {}
+        return Measurement(*averaged, stable_ranks(self.model, self.weights, self._processes), blocks)
 
-    def _run(self, reduce: str) -> Recording:
-        """Run the model on the batch, and return what was recorded."""
+    def _gradient_norms(self, step: int) -> dict[str, float]:
+        """Return the gradient norms by block; {} before the training has begun, and if they cannot be measured."""
+        if not self._probes and not has_gradients(self.model):
+            return {}
         try:
-            with evaluation_mode(self.model), attention(self.model, reduce=reduce, **self._watching) as recording:
+            with self._processes.together():
+                return gradient_norms(self.model, blocks=self._blocks["blocks"])
+        except Exception as error:
+            self._give_up("measuring the gradients", step, error)
+            return {}
+
+    def _run(self, reduce: str) -> tuple[Recording, HiddenStates | None]:
+        """Run the model on the batch, and return what was recorded of attention and of hidden states."""
+        watching = attention(self.model, reduce=reduce, **self._watching)
+        blocks = watch_blocks(self.model, self.batch, self._blocks)
+        try:
+            with evaluation_mode(self.model), watching as recording, blocks as states:
                 self.forward(self.model, self.batch)
         finally:
             reshard(self.model)
@@ -186,7 +234,7 @@ class Recorder(RecorderViews):
         if recording.longest < 2:
             remedy = "give a batch of longer sequences"
             raise InputError("batch", "sequences of at least two tokens", f"{recording.longest}", remedy)
-        return recording
+        return recording, states
 
     def _keep(self, step: int, measurement: Measurement) -> dict[str, float]:
         """Add a measurement to the trajectory, warn of what has collapsed, and log."""

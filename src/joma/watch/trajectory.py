@@ -10,15 +10,17 @@ import xarray as xr
 from jaxtyping import Float
 
 from joma.probes.summary import MEASURES
+from joma.watch.block_values import BlockValues
 from joma.watch.collapse import Collapsed
 
 
 class Measurement(NamedTuple):
-    """The result of one probe: each measure by layer and head, and the stable rank of each weight."""
+    """The result of one probe: measures by layer and head, stable ranks by weight, other variables by block."""
 
     layers: list[str]
     values: dict[str, Float[np.ndarray, "layer head"]]
     ranks: Float[np.ndarray, " weight"]
+    blocks: BlockValues
 
 
 class Probe(NamedTuple):
@@ -32,7 +34,8 @@ class Probe(NamedTuple):
 def trajectory_dataset(probes: Sequence[Probe], weights: Sequence[str]) -> xr.Dataset:
     """Return a variable for each measure and `collapsed` (step, layer, head), and `stable_rank` (step, weight).
 
-    `collapsed` and `rank_collapsed` say which heads and weights have been low for several probes in a row.
+    `collapsed` and `rank_collapsed` say which heads and weights have been low for several probes in a row. What was
+    measured by block has dims step, block.
     """
     measurements = [probe.measurement for probe in probes]
     layers = list(dict.fromkeys(layer for measurement in measurements for layer in measurement.layers))
@@ -56,4 +59,18 @@ def trajectory_dataset(probes: Sequence[Probe], weights: Sequence[str]) -> xr.Da
         dataset["rank_collapsed"] = (("step", "weight"), np.array([probe.collapsed.weights for probe in probes]))
     for name in names:
         dataset[name].attrs.update(long_name=MEASURES[name].label, units=MEASURES[name].unit)
-    return dataset
+    return dataset.assign(_block_variables(measurements))
+
+
+def _block_variables(measurements: Sequence[Measurement]) -> dict[str, xr.DataArray]:
+    """Return the variables (step, block); NaN where a block was not measured."""
+    names = dict.fromkeys(name for measurement in measurements for name in measurement.blocks)
+    tables = [table for measurement in measurements for table in measurement.blocks.values()]
+    blocks = list(dict.fromkeys(block for table in tables for block in table))
+    variables = {}
+    for name in names:
+        rows = [
+            [measurement.blocks.get(name, {}).get(block, np.nan) for block in blocks] for measurement in measurements
+        ]
+        variables[name] = xr.DataArray(np.array(rows), dims=("step", "block"), coords={"block": blocks})
+    return variables
