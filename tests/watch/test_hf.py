@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import IterableDataset
+from torch.utils.tensorboard import SummaryWriter
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import PrinterCallback
 
 import joma
 from joma.arguments import InputError, StateError
-from joma.watch import ProbeFailed, Recorder
+from joma.watch import ProbeFailed, Recorder, gradient_norms
 from joma.watch.hf import EntropyCallback, _calling_trainer
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -112,6 +116,53 @@ def test_the_default_probe_batch_is_the_first_examples_without_their_padding(tmp
     given = EntropyCallback({name: value[:2] for name, value in batch.items()}, at=(0,), ranks=False)
     trainer(tmp_path, [given], steps=1).train()
     assert not np.allclose(given.trajectory.sel(step=0).entropy, trajectory.entropy.isel(step=0))
+
+
+def test_a_failing_probe_does_not_end_the_training(tmp_path: Path) -> None:
+    def forward(model: nn.Module, batch: Any) -> None:
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {type(model).__name__}, {len(batch)} arguments")
+
+    callback = EntropyCallback(forward=forward, at=1)
+    built = trainer(tmp_path, [callback], steps=3)
+    with pytest.warns(ProbeFailed, match="a probe failed at step 0, .* give a smaller `batch`") as caught:
+        built.train()
+    assert built.state.global_step == 3
+    assert len([warning for warning in caught if warning.category is ProbeFailed]) == 1
+
+
+def test_keys_reach_tensorboard_and_the_console_gets_one_short_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = SummaryWriter(str(tmp_path / "events"))
+    callback = EntropyCallback(at=2, measures=["entropy", "sink_mass"], gradients=True, summary=True)
+    built = trainer(tmp_path, [callback, TensorBoardCallback(writer), PrinterCallback()], steps=3)
+    built.train()
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    kinds = ("attention_entropy", "attention_sink_mass", "stable_rank", "gradient_norm")
+    for key in (f"train/{kind}/layers.{layer}" for kind in kinds for layer in (0, 1)):
+        steps = [0, 2, 3] if "gradient" not in key else [2, 3]
+        assert [event.step for event in events.Scalars(key)] == steps
+    lines = [line for line in capsys.readouterr().out.splitlines() if "attention" in line]
+    assert len(lines) == 3
+    assert all("attention_entropy" in line and "layers" not in line and len(line) < 200 for line in lines)
+    assert any("attention_entropy/layers.1" in record for record in built.state.log_history)
+    assert not any("on_log" in vars(other) for other in built.callback_handler.callbacks)
+
+
+def test_gradient_norms_are_those_of_the_last_step(tmp_path: Path) -> None:
+    norms: list[float] = []
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            del args, state, control
+            norms.append(gradient_norms(kwargs["model"])["gpt_neox.layers.1"])
+
+    callback = EntropyCallback(at=lambda step: step in (0, 2), gradients=True)
+    trainer(tmp_path, [Gradients(), callback], steps=4).train()
+    measured = callback.trajectory.gradient_norm.sel(block="gpt_neox.layers.1")
+    assert measured.step.values.tolist() == [0, 2, 4]
+    np.testing.assert_allclose(measured.values[1:], [norms[1], norms[3]])
 
 
 def test_a_second_training_begins_a_new_trajectory(tmp_path: Path) -> None:

@@ -6,20 +6,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from lightning import pytorch as lightning
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import joma
 from joma.arguments import InputError, StateError
+from joma.watch import ProbeFailed
 from joma.watch.lightning import EntropyCallback
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
 ]
 DATA = TensorDataset(
@@ -112,6 +117,131 @@ def test_a_custom_batch_and_a_custom_forward(tmp_path: Path) -> None:
 
     fit(tmp_path, [EntropyCallback({"x": DATA[:3][0]}, forward=forward, at=(0, 2))])
     assert training_flags == [False] * 3
+
+
+class StepOnly(lightning.LightningModule):
+    """A module without `forward`, which logs and counts in its steps; `manual` optimises by itself."""
+
+    def __init__(self, *, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = not manual
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+        self.loss = torchmetrics.MeanMetric()
+        self.calls: list[tuple[bool, bool]] = []
+        self.results: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.calls.append((self.training, torch.is_grad_enabled()))
+        loss = F.mse_loss(self.block(batch[0]), batch[1])
+        self.loss(loss.detach())
+        self.log("loss", loss)
+        self.log_dict({"again": loss, "index": float(batch_idx)})
+        self.logger.log_metrics({"direct": loss.item()}, step=len(self.calls))
+        if not self.automatic_optimization:
+            optimiser = self.optimizers()
+            optimiser.zero_grad()
+            self.manual_backward(loss)
+            optimiser.step()
+        return loss
+
+    def on_train_end(self) -> None:
+        self.results.append(float(self.loss.compute()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+class WithValidation(StepOnly):
+    """A module with manual optimisation and a step that does not optimise."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(self.block(batch[0]), batch[1])
+
+
+def fit_module(path: Path, module: Any, callbacks: list[Any]) -> KeepingLogger:
+    logger = KeepingLogger(path)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(
+        max_steps=3, accelerator="cpu", logger=logger, callbacks=callbacks, log_every_n_steps=1, **quiet
+    )
+    trainer.fit(module, DataLoader(DATA, batch_size=4))
+    return logger
+
+
+def test_a_module_without_forward_runs_its_training_step_and_logs_nothing_in_it(tmp_path: Path) -> None:
+    plain, watched, callback = StepOnly(), StepOnly(), EntropyCallback(at=1)
+    expected = fit_module(tmp_path, plain, []).logs
+    logged = fit_module(tmp_path, watched, [callback]).logs
+    assert callback.trajectory.step.values.tolist() == [0, 1, 2, 3]
+    assert np.isfinite(callback.trajectory.entropy).all()
+    probes = [logs for logs in logged if any("attention_entropy" in key for key in logs[1])]
+    others = [(step, logs) for step, logs in logged if (step, logs) not in probes]
+    assert len(probes) == 4
+    assert [logs for _, logs in others] == [logs for _, logs in expected]
+    assert watched.results == plain.results  # the metric of the training has not counted the probes
+    assert watched.calls.count((False, False)) == 4
+    assert watched.calls.count((True, True)) == 3
+    for parameter, other in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+    assert "log" not in vars(watched)
+
+
+def test_manual_optimisation_never_steps_in_a_probe(tmp_path: Path) -> None:
+    plain, watched = StepOnly(manual=True), StepOnly(manual=True)
+    fit_module(tmp_path, plain, [])
+    message = r"a probe failed at step 0, .*: `module` must be one that can be run without training it.*pass `forward="
+    with pytest.warns(ProbeFailed, match=message) as caught:
+        fit_module(tmp_path, watched, [EntropyCallback(at=1)])
+    assert len([warning for warning in caught if warning.category is ProbeFailed]) == 1
+    for parameter, other in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+    callback, validated = EntropyCallback(at=1), WithValidation(manual=True)
+    fit_module(tmp_path, validated, [callback])
+    assert callback.trajectory.step.values.tolist() == [0, 1, 2, 3]
+    assert validated.calls == [(True, True)] * 3
+    for parameter, other in zip(plain.parameters(), validated.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+def test_a_forward_that_does_not_take_the_batch_is_not_called(tmp_path: Path) -> None:
+    class TwoInputs(StepOnly):
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            raise AssertionError(f"needs two arguments, not {x} and {scale}")
+
+    module, callback = TwoInputs(), EntropyCallback(at=1)
+    fit_module(tmp_path, module, [callback])
+    assert module.calls.count((False, False)) == 4
+
+
+def test_what_fails_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
+    def forward(module: nn.Module, batch: Any) -> None:
+        raise RuntimeError(f"no such batch for {type(module).__name__}: {len(batch)}")
+
+    module = StepOnly()
+    with pytest.warns(ProbeFailed, match="no such batch"):
+        fit_module(tmp_path, module, [EntropyCallback(forward=forward, at=1)])
+    assert len(module.calls) == 3
+    with pytest.warns(ProbeFailed, match="preparing the probes failed at step 0, .*`ranks` must be a pattern"):
+        fit_module(tmp_path, StepOnly(), [EntropyCallback(ranks="nothing", at=1)])
+    with pytest.raises(RuntimeError, match="no such batch"):
+        fit_module(tmp_path, StepOnly(), [EntropyCallback(forward=forward, at=1, strict=True)])
+
+
+def test_gradients_and_keys_reach_tensorboard(tmp_path: Path) -> None:
+    logger = lightning.loggers.TensorBoardLogger(tmp_path, name="", version="")
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    callback = EntropyCallback(at=2, gradients=True, residual=True, blocks="^block$", summary=True)
+    trainer = lightning.Trainer(max_steps=3, accelerator="cpu", logger=logger, callbacks=[callback], **quiet)
+    trainer.fit(small_module(lightning), DataLoader(DATA, batch_size=4))
+    logger.experiment.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    for key in ("attention_entropy/block.self_attn", "stable_rank/block.linear1", "residual_rms/block"):
+        assert [event.step for event in events.Scalars(key)] == [0, 2, 3]
+    assert [event.step for event in events.Scalars("gradient_norm/block")] == [2, 3]
+    norms = callback.trajectory.gradient_norm.sel(block="block")
+    assert np.isnan(norms.values[0])
+    assert (norms.values[1:] > 0).all()
 
 
 def test_bad_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The scalars of a probe that are logged, and their keys, which are short and stay the same during a training.
 
 Keys are `attention_<measure>/<layer>`, `attention_entropy_min/<layer>`, `stable_rank/<weight>` and `collapsed/<layer>`,
-and, if asked for, `residual_rms/<block>`, `gradient_norm/<block>` and the like. TensorBoard, Weights & Biases and others
-group charts by the part before the slash.
+and, if asked for, `residual_rms/<block>`, `gradient_norm/<block>` and the like. TensorBoard, Weights & Biases and
+others group charts by the part before the slash.
 """
 
 from __future__ import annotations
