@@ -162,14 +162,30 @@ def test_a_map_shows_its_weights_and_its_tokens() -> None:
     assert [label.get_text() for label in panel.get_xticklabels()] == labels
     assert [label.get_text() for label in panel.get_yticklabels()] == labels
     share = weights.values.mean(axis=0)[0]
-    assert panel.get_title() == f"Layer h.0.attn, head 1:\n{share:.0%} of the weight on key 0, “ The”"
+    assert panel.get_title() == f"h.0.attn, head 1:\n{share:.0%} of the weight on key 0, “ The”"
+
+
+@pytest.mark.parametrize(
+    ("distance", "place"), [(0, "the query itself"), (2, "the key 2 before"), (-1, "the key 1 after")]
+)
+def test_the_title_of_a_map_names_the_distance_where_most_of_the_weight_is(distance: int, place: str) -> None:
+    weights = xr.zeros_like(attention_map(None, 6))
+    rows = np.arange(6)[max(0, distance) : 6 + min(0, distance)]
+    weights.values[rows, rows - distance] = 1.0
+    share = len(rows) / 6
+    assert rendered(draw_map(weights)).axes[0].get_title().endswith(f"{share:.0%} of the weight on {place}")
+    later = weights.assign_attrs(offset=1)  # with a cache, queries stand later
+    nearer = {0: "the key 1 before", 2: "the key 3 before", -1: "the query itself"}[distance]
+    assert draw_map(later).axes[0].get_title().endswith(nearer)
 
 
 def test_a_map_without_tokens_or_with_hidden_rows_has_positions() -> None:
     weights = attention_map(None)[1:]
     panel = rendered(draw_map(weights)).axes[0]
     assert [label.get_text() for label in panel.get_yticklabels()] == ["1", "2", "3"]
-    assert "on key 0" in panel.get_title()
+    by_distance = [np.trace(weights.values, offset) / 3 for offset in (1, 0, -1, -2)]  # rows 1 to 3
+    assert panel.get_title().endswith(f"{by_distance[1]:.0%} of the weight on the key 1 before")
+    assert by_distance[1] > max(*np.delete(by_distance, 1), *weights.values.mean(axis=0))
     assert "no query sees a key" in rendered(draw_map(weights * np.nan)).axes[0].get_title()
     assert len(rendered(draw_map(attention_map(None, 300))).axes[0].get_xticks()) == 40
 

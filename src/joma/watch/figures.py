@@ -244,7 +244,7 @@ def draw_map(weights: xr.DataArray) -> Figure:
         shown = evenly_spaced(queries, MAX_TOKENS)
         panel.set_yticks(shown, _token_labels(weights, "query", shown), parse_math=False)
         panel.set(xlabel="key", ylabel="query")
-        panel.set_title(_heaviest_key(weights), parse_math=False)
+        panel.set_title(_concentration(weights), parse_math=False)
         figure.colorbar(image, ax=panel, label="attention weight")
     return figure
 
@@ -254,17 +254,23 @@ def _token_labels(weights: xr.DataArray, axis: str, shown: Sequence[int]) -> lis
     return [_label(str(positions[index] if tokens is None else tokens.values[index])) for index in shown]
 
 
-def _heaviest_key(weights: xr.DataArray) -> str:
-    """Return a title: the layer and head, and the key that has most of the weight."""
-    where = f"Layer {_label(str(weights.coords['layer'].values))}, head {int(weights.coords['head'])}"
-    mean = weights.mean("query").values
-    if not np.isfinite(mean).any():
-        return f"{where}: no query sees a key"
-    key = int(np.nanargmax(mean))
-    name = _token_labels(weights, "key", [key])[0]
-    return f"{where}:\n{mean[key]:.0%} of the weight on key {int(weights['key'][key])}" + (
-        f", “{name}”" if "key_token" in weights.coords else ""
-    )
+def _concentration(weights: xr.DataArray) -> str:
+    """Return a title: the layer and head, and where most of the weight is, on one key or at one distance."""
+    where = f"{printable(str(weights.coords['layer'].values))}, head {int(weights.coords['head'])}"
+    seen = weights.dropna("query", how="all")
+    if not seen.size:
+        return f"{where}:\nno query sees a key"
+    by_key = seen.mean("query").values
+    behind = (seen["query"].values + seen.attrs.get("offset", 0))[:, None] - seen["key"].values
+    by_distance = {int(n): float(seen.values[behind == n].sum()) / len(behind) for n in np.unique(behind)}
+    key, distance = int(np.nanargmax(by_key)), max(by_distance, key=by_distance.__getitem__)
+    if by_distance[distance] > by_key[key]:
+        place = (
+            "the query itself" if distance == 0 else f"the key {abs(distance)} {'before' if distance > 0 else 'after'}"
+        )
+        return f"{where}:\n{by_distance[distance]:.0%} of the weight on {place}"
+    token = f", “{_token_labels(seen, 'key', [key])[0]}”" if "key_token" in seen.coords else ""
+    return f"{where}:\n{by_key[key]:.0%} of the weight on key {int(seen['key'][key])}{token}"
 
 
 def _label(text: str) -> str:

@@ -100,7 +100,9 @@ def attention_maps(
     )
     weights = _weights(split, chosen["head"], chosen["query"])[..., torch.as_tensor(chosen["key"])]
     result = xr.DataArray(weights.cpu().numpy(), coords=chosen, dims=tuple(chosen), name="weight")
-    result = result.assign_coords(layer=name)
+    result = result.assign_coords(layer=name).assign_attrs(
+        offset=max((part.offset for part in split.scores), default=0)
+    )
     words = _token_strings("tokens", tokens, tokenizer)
     of_keys = _token_strings("key_tokens", key_tokens, tokenizer)
     if of_keys is None and words is not None and len(words[-1]) == columns:

@@ -114,7 +114,13 @@ class RecorderViews(Displayed):
 
     def summary(self) -> Summary:
         """Return the table that `repr` shows: by layer the entropy at the first and at the last probe."""
-        return summarise_trajectory(type(self.model).__name__, _data_or_none(self))
+        return summarise_trajectory(_class_name(self.model), _data_or_none(self))
+
+
+def _class_name(model: nn.Module) -> str:
+    """Return the name of the model's class; `fully_shard` derives a class `FSDPName` from it."""
+    name, *bases = [kind.__name__ for kind in type(model).__mro__]
+    return name.removeprefix("FSDP") if name.removeprefix("FSDP") in bases else name
 
 
 def _data_or_none(source: RecordingViews | RecorderViews) -> xr.Dataset | None:
