@@ -31,7 +31,7 @@ def implementations(model: Any) -> list[str]:
 def watched(model: Any, family: Family) -> Recording:
     """Watch a pass of the model, whose output is the same bits as without the watcher."""
     before = run(model, family)[0]
-    with attention(model, reduce="none") as seen:
+    with attention(model, reduce="none", rows=family.rows) as seen:
         inside = run(model, family)[0]
     torch.testing.assert_close(inside, before, rtol=0, atol=0, equal_nan=True)
     return seen

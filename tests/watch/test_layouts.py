@@ -2,20 +2,31 @@
 
 import pytest
 import torch
+from torch import nn
 
 from joma.arguments import InputError
 from joma.watch import attention
-from joma.watch.layouts import LAYOUTS, in_order
+from joma.watch.layouts import LAYOUTS, fits, in_order
 from watch.families import TEXT
 from watch.tiny_configs import normal, tiny_model
 
 
+class TwoHeads(nn.Module):
+    num_heads = 2
+
+
 @pytest.mark.parametrize("axes", sorted(set(LAYOUTS.values())))
 def test_axes_are_put_in_order(axes: str) -> None:
-    sizes = {"b": 2, "n": 3, "h": 4, "q": 5, "k": 6}
-    logits = normal(*(sizes[letter] for letter in axes))
-    expected = torch.einsum(f"{axes}->{''.join(letter for letter in 'bnhqk' if letter in axes)}", logits)
-    assert torch.equal(in_order(logits, axes), expected)
+    sizes = {"b": 3, "n": 4, "h": 2, "q": 5, "k": 6}
+    letters = axes.replace("(bh)", "bh")
+    separate = normal(*(sizes[letter] for letter in letters))
+    logits = separate.flatten(0, 1) if axes.startswith("(bh)") else separate
+    assert fits(logits, axes)
+    assert not fits(logits[0], axes)
+    if "h" not in letters:
+        separate, letters = separate[:, None], letters.replace("b", "bh")
+    expected = torch.einsum(f"{letters}->{''.join(letter for letter in 'bnhqk' if letter in letters)}", separate)
+    assert torch.equal(in_order(logits, axes, TwoHeads()), expected)
 
 
 def test_a_longformer_with_global_tokens_is_refused() -> None:

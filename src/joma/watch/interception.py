@@ -13,20 +13,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from joma.arguments import InputError, short_reason
 from joma.probes.summary import AttentionCall, summary_rows
 from joma.watch.flex import flex_call
-from joma.watch.layouts import LAYOUTS, attends_globally, in_order
+from joma.watch.layouts import attends_globally, fits, in_order, layout
 from joma.watch.recording import Recording
 from joma.watch.softmaxes import SOFTMAXES, Softmaxes, Use, attention_logits, head_count
 from joma.watch.switches import compilation
@@ -133,7 +134,9 @@ class Interceptor(TorchFunctionMode):
         arguments = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         options = {name: arguments[name] for name in ("scale", "enable_gqa") if name in arguments}
         causal, mask = arguments.get("is_causal", False), arguments.get("attn_mask")
-        self.measure(AttentionCall(query, key, mask=mask, causal=causal, **options))
+        call = AttentionCall(query, key, mask=mask, causal=causal, **options)
+        active = self.active
+        self.measure(_in_order(call, active[0].call_stack[-1].module) if active else call)
         return _SDPA(query, key, value, *args, **kwargs)
 
     def _multi_head_attention(
@@ -170,14 +173,14 @@ class Interceptor(TorchFunctionMode):
     def _note_softmax(self, active: list[Recording], logits: Tensor, weights: Tensor, dim: int) -> None:
         """Follow the result of a softmax, or measure it at once in a module whose order of axes is known."""
         module = active[0].call_stack[-1].module
-        axes = LAYOUTS.get(type(module).__name__)
+        axes = layout(module)
         if axes is None:
             self.softmaxes.add(logits, weights, dim, {recording: recording.call_stack for recording in active})
         elif attends_globally(module, logits):
             for recording in active:
                 recording.overlook(f"{type(module).__name__} has global tokens, whose rows are computed twice")
-        elif logits.ndim == len(axes):
-            self.measure(AttentionCall(logits=in_order(logits, axes)))
+        elif fits(logits, axes):
+            self.measure(AttentionCall(logits=in_order(logits, axes, module)))
 
     def _subtract(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         result = func(*args, **kwargs)
@@ -208,6 +211,17 @@ def _overlooked(recording: Recording, call: AttentionCall) -> bool:
     else:
         return False
     return True
+
+
+def _in_order(call: AttentionCall, module: nn.Module) -> AttentionCall:
+    """Return a call of SDPA with its axes in the usual order, by what is known of the module that makes it."""
+    axes = layout(module)
+    if axes is None or not isinstance(call.query, Tensor) or not isinstance(call.key, Tensor):
+        return call
+    tensors = {"query": call.query, "key": call.key} | ({} if call.mask is None else {"mask": call.mask})
+    if not all(isinstance(tensor, Tensor) and fits(tensor, axes) for tensor in tensors.values()):
+        return call
+    return replace(call, **{name: in_order(cast(Tensor, tensor), axes, module) for name, tensor in tensors.items()})
 
 
 def _three_axes(rows: Tensor) -> Tensor:

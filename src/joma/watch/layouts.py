@@ -1,29 +1,58 @@
-"""The axes of attention in modules whose weights cannot be followed from the softmax to the values.
+"""The axes of attention in modules where they cannot be found out: from the softmax to the values, or in SDPA.
 
-`LAYOUTS` is the table to add to. Its letters are b for sequences, n for parts of a sequence, h for heads, q for queries
-and k for keys. In such a module a softmax of as many axes is attention, and any other softmax is not.
+`LAYOUTS` is the table to add to, by the class of a module, with its package where the name is a common one. Its letters
+are b for sequences, n for parts of a sequence, h for heads, q for queries and k for keys; (bh) is one axis of both. In
+such a module a softmax of as many axes is attention, and any other softmax is not.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from joma.watch.softmaxes import head_count
+
 LAYOUTS = {
+    "CascadedGroupAttention": "bqk",  # timm's EfficientViT: one head at a time
     "ConvBertSelfAttention": "bhqk",  # the kernels of its convolutions are softmaxes of three axes
+    "HaloAttn": "(bh)nqk",
     "HieraMaskUnitAttention": "bhnqk",
     "LEDEncoderSelfAttention": "bqhk",  # the keys of a sliding window
     "LongformerSelfAttention": "bqhk",
+    "MaskUnitAttention": "bhnqk",  # timm's Hiera
+    "OutlookAttention": "bhnqk",
+    "timm.models.nest.Attention": "bhnqk",
+    "timm.models.vision_transformer_sam.Attention": "(bh)qk",
 }
 
 
-def in_order(logits: Tensor, axes: str) -> Tensor:
-    """Return logits with the given axes as [*batch, head, query, key].
+def layout(module: nn.Module) -> str | None:
+    """Return the axes of the attention in a module of `LAYOUTS`, or None for any other.
+
+    >>> layout(nn.MultiheadAttention(4, 2)) is None
+    True
+    """
+    name = type(module).__name__
+    return LAYOUTS.get(name) or LAYOUTS.get(f"{type(module).__module__}.{name}")
+
+
+def fits(tensor: Tensor, axes: str) -> bool:
+    """Whether a tensor has as many axes as the layout."""
+    return tensor.ndim == len(axes.replace("(bh)", "b"))
+
+
+def in_order(tensor: Tensor, axes: str, module: nn.Module) -> Tensor:
+    """Return a tensor with the axes of a module's attention as [*batch, head, query, key].
 
     >>> import torch
-    >>> in_order(torch.zeros(2, 5, 4, 7), "bqhk").shape
+    >>> in_order(torch.zeros(2, 5, 4, 7), "bqhk", nn.Identity()).shape
     torch.Size([2, 4, 5, 7])
     """
-    return logits.permute(*(axes.index(letter) for letter in "bnhqk" if letter in axes))
+    if axes.startswith("(bh)"):
+        tensor = tensor.unflatten(0, (-1, head_count(iter([module])) or 1))
+        axes = axes.replace("(bh)", "bh")
+    elif "h" not in axes:
+        tensor, axes = tensor.unsqueeze(1), axes.replace("b", "bh")
+    return tensor.permute(*(axes.index(letter) for letter in "bnhqk" if letter in axes))
 
 
 def attends_globally(module: nn.Module, logits: Tensor) -> bool:

@@ -117,7 +117,10 @@ class Softmaxes:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
     ) -> Use | None:
         """Follow the weights among the arguments of a call to its result; return their use if this is one."""
-        for position, trace in self._operands(args, kwargs):
+        operands = list(self._operands(args, kwargs))
+        if len({id(trace.softmax) for _, trace in operands}) > 1:
+            return None  # weights that are a sum or a product of softmaxes are the weights of neither
+        for position, trace in operands:
             if func in PRODUCTS:
                 queries = _product_queries(func, args, position, trace)
             elif func is torch.functional.einsum:

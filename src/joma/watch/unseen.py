@@ -31,6 +31,7 @@ KINDS = tuple(
     for pattern, reason, has_weights in (
         (CHANNELS.pattern, "attends to channels, not to positions", True),
         (r"(?i)nystrom\w*attention$", "approximates attention by landmarks: it has no matrix of weights", True),
+        (r"^(FactorAttnConvRelPosEnc|LambdaLayer)$", "averages keys before queries see them: linear attention", True),
         (r"BlockSparseAttention$", "attends to blocks of keys, each row in several pieces", True),
         (
             r"Mamba\d?(Mixer|Layer)?$|(Bamba|FalconH1)Mixer$|SSM$|S4D$",
@@ -39,7 +40,11 @@ KINDS = tuple(
         ),
         (r"(?i)rwkv\w*(attention|timemix\w*)$", "is a recurrence: it has no attention weights", False),
         (r"DeltaNet|DeltaRule|DeltaAttention", "is linear attention, a recurrence: it has no attention weights", False),
-        (r"(?i)retention|lightning_?att|linear_?att", "is linear attention: it has no softmax", False),
+        (
+            r"(?i)retention|lightning_?att|linear_?(self_?)?att|^LiteMLA$",
+            "is linear attention: it has no softmax",
+            False,
+        ),
         (r"(?i)lstm(layer|cell|backend)$|rglru$", "is a recurrence: it has no attention weights", False),
         (r"FourierTransform$", "mixes positions by a Fourier transform: it has no attention weights", False),
         (
@@ -53,7 +58,7 @@ KINDS = tuple(
         (r"(?i)att(ention|n)", "calls no SDPA, and no softmax whose result averages values", True),
     )
 )
-NEVER_RECORDED = 3  # the first kinds: their softmaxes are no attention of positions to positions
+NEVER_RECORDED = 4  # the first kinds: their softmaxes are no attention of positions to positions
 _NOT_ATTENTION = re.compile(r"(?i)(norm|dropout|mask|bias|embeddings?|output|projection|mlp|softmax)$")
 
 
