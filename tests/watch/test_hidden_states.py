@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import tiny_models
 from joma.arguments import InputError, StateError
 from joma.watch import activations, attention
+from joma.watch.rows import RowsUnknown
 
 BLOCKS = ["gpt_neox.layers.0", "gpt_neox.layers.1"]
 X = tiny_models.random_normal(2, 5, 8)
@@ -114,24 +115,70 @@ def test_dims_names_and_options():
         pass
 
 
-def test_rows_that_do_not_count_change_nothing():
+def test_rows_come_from_the_masks_or_are_given():
     model = tiny_models.with_large_weights(tiny_models.neox())
-    rows = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1] * 7])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1] * 7])
     hidden = kept_outputs(model.gpt_neox.layers)
-    with torch.no_grad(), activations(model, rows=rows) as recording:
-        model(tiny_models.TOKENS, attention_mask=rows)
+    model.requires_grad_(False)
+    with activations(model) as by_mask, activations(model, rows=mask) as given, activations(model, rows="all") as every:
+        model(tiny_models.TOKENS, attention_mask=mask)
     for states, block in zip(hidden, BLOCKS, strict=True):
-        assert numbers(recording, block) == pytest.approx(expected(states, rows.bool()), rel=1e-5)
+        assert numbers(by_mask, block) == pytest.approx(expected(states, mask.bool()), rel=1e-5)
+        assert numbers(every, block) == pytest.approx(expected(states), rel=1e-5)
+    assert by_mask.dataset().equals(given.dataset())
+    assert by_mask.row_masks.rows == "masks"
 
 
-def test_sequences_first_is_understood():
-    layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=8)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    rows = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+def test_each_side_of_an_encoder_decoder_has_its_own_rows():
+    from transformers import T5Config, T5Model
+
+    config = T5Config(vocab_size=10, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0)
+    model = tiny_models.with_large_weights(T5Model(config))
+    masks = torch.tensor([[1] * 4 + [0] * 3, [1] * 7]), torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])
+    hidden = kept_outputs([model.encoder.block[0], model.decoder.block[0]])
+    inputs = {"input_ids": tiny_models.TOKENS, "decoder_input_ids": tiny_models.TOKENS[:, :5]}
+    with torch.no_grad(), activations(model) as recording:
+        model(**inputs, attention_mask=masks[0], decoder_attention_mask=masks[1])
+    for side, states, mask in zip(("encoder", "decoder"), hidden, masks, strict=True):
+        assert numbers(recording, f"{side}.block.0") == pytest.approx(expected(states, mask.bool()), rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_padding_masks_of_torch_with_sequences_first_or_batches(batch_first):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=8, batch_first=batch_first)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), X[:, :2]  # as many tokens as sequences
+    padding = torch.tensor([[False, False], [False, True]])
     hidden = kept_outputs(model.layers)
-    with activations(model, rows=rows) as recording:
-        model(X.transpose(0, 1))
-    assert numbers(recording, "layers.1") == pytest.approx(expected(hidden[1].transpose(0, 1), rows), rel=1e-5)
+    with activations(model) as recording:
+        model(x if batch_first else x.transpose(0, 1), src_key_padding_mask=padding)
+    states = hidden[1] if batch_first else hidden[1].transpose(0, 1)
+    assert numbers(recording, "layers.1") == pytest.approx(expected(states, ~padding), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::joma.watch.AttentionSwitched", "ignore:`torch.jit:DeprecationWarning")
+def test_masks_are_seen_through_wrappers():
+    model = tiny_models.neox()
+    inputs = {"input_ids": tiny_models.TOKENS, "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1] * 7])}
+    with activations(model) as plain:
+        model(**inputs)
+    with activations(torch.compile(model, backend="eager")) as recording:
+        torch.compile(model, backend="eager")(**inputs)
+    assert recording.dataset().equals(plain.dataset())
+
+
+def test_masks_that_do_not_fit_are_one_warning():
+    class Shortening(Layer):
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            del attention_mask
+            return super().forward(x)[:, ::2]
+
+    model = Model(Shortening(), Shortening(), call=lambda block, x: block(x, torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])))
+    warned = pytest.warns(RowsUnknown, match=r"all tokens of layers.0, layers.1 count, padded ones too.*give `rows`")
+    with warned as caught, activations(model) as recording:
+        model(X)
+    assert len(caught) == 1
+    assert list(recording.rows_unknown) == ["layers.0", "layers.1"]
 
 
 def test_rows_of_another_shape_are_named_and_the_model_runs():

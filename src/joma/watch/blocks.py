@@ -29,11 +29,16 @@ class Block:
     module: nn.Module
     attention: Mapping[str, nn.Module]
 
+    @property
+    def is_sequence_first(self) -> bool:
+        """Whether the block takes [token, batch, dim], as torch's modules do by default."""
+        return any(getattr(module, "batch_first", True) is False for module in self.module.modules())
+
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules by name; the parts that wrappers add to a name (DDP, FSDP, `torch.compile`) are left out.
 
-    A wrapper and what it wraps have one name; the wrapper, which is called first, is returned.
+    A wrapper and what it wraps have one name; what it wraps is returned.
 
     >>> list(named_modules(nn.DataParallel(nn.Sequential(nn.Linear(1, 1)))))
     ['', '0']
@@ -45,7 +50,7 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
         if name:
             added = part in WRAPPERS or (part == "module" and _wraps_in_parallel(parents[above]))
             clean[name] = clean[above] if added else f"{clean[above]}.{part}".lstrip(".")
-            modules.setdefault(clean[name], module)
+            modules[clean[name]] = module
     return modules
 
 
@@ -102,7 +107,7 @@ def _is_inside(name: str, outer: str) -> bool:
 
 def _can_be_called(module: nn.Module) -> bool:
     """Return whether a module has a forward: lists have none."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return type(module).forward is not nn.Module.forward
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from joma.arguments import InputError, StateError, flag, instance
 from joma.probes.spectrum import state_ranks
 from joma.watch.blocks import find_blocks, named_modules
+from joma.watch.rows import RowMasks, RowsUnknown
 from joma.watch.switches import without_compilation, without_fast_path
 
 NORMS, RANKS = ("residual_rms", "residual_norm"), ("stable_rank", "participation_ratio")
@@ -44,16 +45,18 @@ class HiddenStates:
 
     Attributes:
         blocks: the names of the blocks.
-        rows: as given to `activations`; may be changed between forward passes.
+        row_masks: the masks that the model's modules are called with; its `rows` are as given to `activations`.
+        rows_unknown: for each block whose rows the masks leave open, the reason; all its rows count.
         refused: the error that explains why an output was not recorded, the first one if there are several, or None.
     """
 
-    def __init__(self, model: nn.Module, *, residual: bool, ranks: bool, rows: Tensor | None, blocks: str | None):
+    def __init__(self, model: nn.Module, *, residual: bool, ranks: bool, rows: Tensor | str, blocks: str | None):
         self._residual, self._ranks = flag("residual", residual), flag("ranks", ranks)
         if not self._residual and not self._ranks:
             raise InputError("residual`, `ranks", "True, at least one of them", "False for both", "set one of them")
-        self.rows = None if rows is None else instance("rows", rows, Tensor, "pass a boolean tensor [batch, token]")
+        self.row_masks, self.rows_unknown = RowMasks(rows), {}
         self._found = find_blocks(model, blocks)
+        self._sequence_first = {name for name, block in self._found.items() if block.is_sequence_first}
         self._attention = {name for block in self._found.values() for name in block.attention} if ranks else set()
         self._model_name = type(model).__name__
         self.blocks = tuple(name or self._model_name for name in self._found)
@@ -117,10 +120,10 @@ class HiddenStates:
             if not self._calls:
                 self._passes[-1].clear()  # a pass that fails is no pass
             return
-        block = call.block or next((outer.block for outer in reversed(self._calls) if outer.block), None)
-        if block is None or not (call.block or name in self._attention):
-            return
-        self._record(block, HIDDEN if call.block else self._new_stream(block), output)
+        outer = call if call.block else next((other for other in reversed(self._calls) if other.block), None)
+        if outer is not None and outer.block and (outer is call or name in self._attention):
+            stream = HIDDEN if outer is call else self._new_stream(outer.block)
+            self._record((outer.block, stream), name, output, transposed=outer.name in self._sequence_first)
 
     def _begin_pass(self) -> None:
         self._passes.append({})
@@ -141,22 +144,24 @@ class HiddenStates:
         """Whether this is the thread of the context, and not the recomputation of a forward in a backward pass."""
         return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
 
-    def _record(self, block: str, stream: str, output: object) -> None:
-        """Measure the first tensor of an output, unless it cannot be measured; then warn once."""
+    def _record(self, key: tuple[str, str], name: str, output: object, *, transposed: bool) -> None:
+        """Measure the first tensor that the module `name` returns, unless it cannot be measured; then warn once."""
         try:
-            states = _check_states(_first_tensor(output), f"{block}, {stream}")
-            rows = None if self.rows is None else _row_mask(self.rows, states)
+            states = _check_states(_first_tensor(output), ", ".join(key))
             with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-                self._passes[-1][block, stream] = self._measure(states.detach(), rows, norms=stream == HIDDEN)
+                states = states.detach().transpose(0, 1) if transposed and states.ndim == 3 else states.detach()
+                states = states.flatten(1, -2) if states.ndim > 2 else states[None]
+                rows = self.row_masks.rows_for(name, *states.shape[:2], device=states.device)
+                self._passes[-1][key] = self._measure(states, rows, norms=key[1] == HIDDEN)
         except (InputError, torch.OutOfMemoryError) as cause:
             if self.refused is None:
-                got = f"{type(cause).__name__} at {block}"
+                got = f"{type(cause).__name__} at {key[0]}"
                 smaller = InputError("model", "small enough to be measured", got, "watch a smaller batch")
                 self.refused = cause if isinstance(cause, InputError) else smaller
                 warnings.warn(f"hidden states that cannot be measured are not recorded: {self.refused}", stacklevel=6)
 
     def _measure(
-        self, states: Float[Tensor, "*position dim"], rows: Bool[Tensor, "*position"] | None, *, norms: bool
+        self, states: Float[Tensor, "batch token dim"], rows: Bool[Tensor, "batch token"] | None, *, norms: bool
     ) -> Float[Tensor, " quantity"]:
         """Return the norms and the ranks of hidden states; NaN for what is not asked for."""
         values = torch.full((4,), torch.nan, dtype=torch.float64, device=states.device)
@@ -174,7 +179,7 @@ def activations(
     *,
     residual: bool = True,
     ranks: bool = True,
-    rows: Tensor | None = None,
+    rows: Tensor | str = "masks",
     blocks: str | None = None,
 ) -> Iterator[HiddenStates]:
     """Record norms of the residual stream and ranks of hidden states, by block, for every forward pass in the context.
@@ -192,7 +197,8 @@ def activations(
         model: the module to watch, and to call.
         residual: whether to record `residual_rms` and `residual_norm`.
         ranks: whether to record `stable_rank` and `participation_ratio`.
-        rows: boolean [batch, token], the tokens that count, such as a tokenizer's `attention_mask`; all by default.
+        rows: the tokens that count: "masks" for those that the model's own masks mark as real tokens, "all", or a
+            boolean tensor [batch, token], as in `joma.watch.attention`.
         blocks: a regular expression for the names of the blocks. By default the members of the model's lists of
             modules that contain attention.
 
@@ -213,8 +219,21 @@ def activations(
     with ExitStack() as stack:
         stack.enter_context(without_fast_path(modules))
         stack.enter_context(without_compilation(modules))
-        stack.enter_context(_hooks(model, recording))
+        stack.enter_context(_hooks(model, recording))  # before those of the masks, which forget a call at its end
+        stack.enter_context(_row_masks(model, recording))
         yield recording
+
+
+@contextmanager
+def _row_masks(model: nn.Module, recording: HiddenStates) -> Iterator[None]:
+    """Note the masks of the model's modules, and warn once of blocks whose rows they leave open."""
+    with recording.row_masks.hooks(named_modules(model)):
+        yield
+        recording.rows_unknown, recording.row_masks.unknown = recording.row_masks.unknown, {}
+    if recording.rows_unknown:
+        names, reason = list(recording.rows_unknown), next(iter(recording.rows_unknown.values()))
+        message = f"all tokens of {', '.join(names[:4])}{' …' * (len(names) > 4)} count, padded ones too: {reason}"
+        warnings.warn(f"{message}; give `rows` as a tensor [batch, token].", RowsUnknown, stacklevel=5)
 
 
 @contextmanager
@@ -277,20 +296,8 @@ def _check_states(output: Any, name: str) -> Tensor:
     return states
 
 
-def _row_mask(rows: Tensor, states: Float[Tensor, "*position dim"]) -> Bool[Tensor, "*position"]:
-    """Return `rows` for hidden states that are [batch, token, dim] or [token, batch, dim]."""
-    shape = tuple(states.shape[:-1])
-    rows = rows.to(device=states.device, dtype=torch.bool)
-    if rows.shape != shape and rows.ndim == 2 and rows.T.shape == shape:
-        rows = rows.T
-    if rows.shape != shape:
-        remedy = "give one value for each token of each sequence"
-        raise InputError("rows", f"of shape {shape} like the hidden states", tuple(rows.shape), remedy)
-    return rows
-
-
 def _norms(
-    states: Float[Tensor, "*position dim"], rows: Bool[Tensor, "*position"] | None
+    states: Float[Tensor, "batch token dim"], rows: Bool[Tensor, "batch token"] | None
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the root mean square of the states, and the mean length of their vectors."""
     dtype = torch.float64 if states.dtype == torch.float64 else torch.float32
