@@ -28,13 +28,13 @@ def run(model: Any, family: Family, **options: Any) -> Any:
 def eager_entropies(model: Any, family: Family) -> list[Tensor]:
     """Return the entropies [batch, head, query] in float64 of each attention, in the order of the calls."""
     if family.weights == ("softmaxes",):
-        with _results_of_softmax() as weights:
+        with results_of_softmax() as weights:
             run(model, family)
     else:
         output = run(model, family, output_attentions=True)
         fields = chain.from_iterable(_field(output, names) for names in family.weights)
         weights = [matrix for matrix in fields if matrix is not None]
-    return [_three_axes(_row_entropy(matrix, family), family.axes) for matrix in weights]
+    return [three_axes(_row_entropy(matrix, family), family.axes) for matrix in weights]
 
 
 def _field(output: Any, names: str) -> list[Tensor]:
@@ -53,7 +53,7 @@ def _get(output: Any, name: str) -> Any:
 
 
 @contextmanager
-def _results_of_softmax() -> Iterator[list[Tensor]]:
+def results_of_softmax() -> Iterator[list[Tensor]]:
     """Keep what softmaxes of more than two axes return; `F.softmax` calls the method of tensors."""
     results: list[Tensor] = []
 
@@ -77,7 +77,7 @@ def _row_entropy(weights: Tensor, family: Family) -> Tensor:
     return shannon_entropy(weights.masked_fill(weights.sum(-1, keepdim=True) == 0, torch.nan))
 
 
-def _three_axes(entropy: Tensor, axes: str) -> Tensor:
+def three_axes(entropy: Tensor, axes: str) -> Tensor:
     """Return the entropy with axes batch, head, query; blocks of a sequence count as batch."""
     if axes == "(bh)":
         return entropy.unflatten(0, (-1, HEADS))

@@ -54,6 +54,7 @@ KINDS = tuple(
         ),
         (r"Deformable\w*Attention$", "attends to sampled points, not to all positions", True),
         (r"^(LSH|Local)SelfAttention$", "hashes or chunks the sequence, and takes no softmax (Reformer)", True),
+        (r"^GPSA$", "weighs values by a sum of two softmaxes", True),
         (r"^(Yoso|Mra)\w*Attention$", "approximates attention: it has no matrix of weights", True),
         (r"(?i)att(ention|n)", "calls no SDPA, and no softmax whose result averages values", True),
     )
