@@ -8,36 +8,23 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from joma.watch.distributed import Processes
 from joma.watch.hidden_states import ATTENTION, HIDDEN, NORMS, RANKS, HiddenStates, activations
-from joma.watch.rows import real_tokens
 
 GRADIENT = "gradient_norm"
 BlockValues = dict[str, dict[str, float]]  # by variable and block
 
 
 @contextmanager
-def watch_blocks(model: nn.Module, batch: Any, options: Mapping[str, Any]) -> Iterator[HiddenStates | None]:
+def watch_blocks(model: nn.Module, options: Mapping[str, Any]) -> Iterator[HiddenStates | None]:
     """Record residual norms and ranks of hidden states if `options` ask for them, else nothing."""
     wanted = options["residual"] or options["activation_ranks"]
     names = {"residual": options["residual"], "ranks": options["activation_ranks"]}
-    others = {"rows": _token_rows(model, batch, options["rows"]), "blocks": options["blocks"]}
+    others = {"rows": options["rows"], "blocks": options["blocks"]}
     with activations(model, **names, **others) if wanted else nullcontext() as states:
         yield states
-
-
-def _token_rows(model: nn.Module, batch: Any, rows: Tensor | str) -> Tensor | None:
-    """Return the tokens that count, or None for all: by default those of the batch's attention mask.
-
-    The two sides of an encoder-decoder have tokens of their own, so that one mask does not fit both.
-    """
-    if isinstance(rows, Tensor):
-        return rows
-    mask = batch.get("attention_mask") if rows == "masks" and isinstance(batch, Mapping) else None
-    two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return real_tokens(mask) if isinstance(mask, Tensor) and mask.ndim == 2 and not two_sided else None
 
 
 def hidden_values(states: HiddenStates | None) -> BlockValues:

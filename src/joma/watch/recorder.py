@@ -223,7 +223,7 @@ class Recorder(RecorderViews):
     def _run(self, reduce: str) -> tuple[Recording, HiddenStates | None]:
         """Run the model on the batch, and return what was recorded of attention and of hidden states."""
         watching = attention(self.model, reduce=reduce, **self._watching)
-        blocks = watch_blocks(self.model, self.batch, self._blocks)
+        blocks = watch_blocks(self.model, self._blocks)
         try:
             with evaluation_mode(self.model), watching as recording, blocks as states:
                 self.forward(self.model, self.batch)
