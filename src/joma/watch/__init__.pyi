@@ -8,6 +8,7 @@ from .hidden_states import HiddenStates as HiddenStates
 from .hidden_states import activations as activations
 from .recorder import Recorder as Recorder
 from .recording import Recording as Recording
+from .rows import RowsUnknown as RowsUnknown
 from .series import Checkpoints as Checkpoints
 from .switches import AttentionSwitched as AttentionSwitched
 from .unseen import AttentionNotSeen as AttentionNotSeen
