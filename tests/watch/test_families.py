@@ -12,7 +12,7 @@ from joma.watch import attention
 from joma.watch.recording import Recording
 from watch.families import COPIES, EXACT, PARTIAL, WITHOUT_WEIGHTS, Family
 from watch.family_weights import eager_entropies, run, token_rows
-from watch.tiny_configs import tiny_model
+from watch.tiny_configs import normal, tiny_model
 
 TOLERANCE = 1e-5  # nats
 ROWS_UNKNOWN = {  # families with layers of which the masks do not tell the padded rows
@@ -102,3 +102,23 @@ def test_models_without_weights_are_refused_by_name(name: str) -> None:
     model = tiny_model(name.split(" (", maxsplit=1)[0], **family.changes)
     with pytest.raises(InputError, match=type(model).__name__), attention(model):
         run(model, family)
+
+
+def test_a_model_with_lora_adapters_is_watched_like_its_base_model() -> None:
+    peft = pytest.importorskip("peft")
+    family = EXACT["llama"]
+    model = tiny_model("llama", "LlamaForCausalLM")
+    plain = watched(model, family)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)).eval()
+    untrained = watched(adapted, family)
+    assert list(untrained.passes[0]) == list(plain.passes[0]) == [f"model.layers.{index}.self_attn" for index in (0, 1)]
+    for layer, entropy in plain.passes[0].items():
+        assert torch.equal(untrained.passes[0][layer].nan_to_num(), entropy.nan_to_num())
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            parameter.add_(normal(*parameter.shape) if "lora_B" in name else 0.0)
+    trained = watched(adapted, family)
+    merged = adapted.merge_and_unload()
+    merged.set_attn_implementation("eager")
+    assert (trained.passes[0]["model.layers.1.self_attn"] - plain.passes[0]["model.layers.1.self_attn"]).nanmean() != 0
+    check_entropies(trained, family, eager_entropies(merged, family))

@@ -22,6 +22,7 @@ from joma.watch.switches import without_compilation, without_fast_path
 from joma.watch.unseen import Kind, attention_kind
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # left out of a layer's name
+ADAPTED = "base_model.model."  # where PEFT puts the model that it adapts
 
 
 def check_model(model: Any) -> nn.Module:
@@ -97,7 +98,8 @@ def attention(
         stack.enter_context(without_compilation(modules.values()))
         stack.enter_context(wrapped_registry(measured_function))
         stack.enter_context(rebound({type(module).__module__ for module in modules.values()}, measured_function))
-        stack.enter_context(recording.row_masks.hooks({_layer_name(name): module for name, module in modules.items()}))
+        layers = _layer_names(modules)
+        stack.enter_context(recording.row_masks.hooks({layers[name]: module for name, module in modules.items()}))
         stack.enter_context(_hooks(modules, recording))
         stack.enter_context(interception(recording))
         yield recording
@@ -108,12 +110,12 @@ def attention(
 @contextmanager
 def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[None]:
     """Register hooks that notify `recording` when each module is entered and left."""
-    handles = []
+    handles, layers = [], _layer_names(modules)
     try:
         for name, module in modules.items():
             if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
                 continue  # torch's elementary layers (linear maps, norms, …) do not call attention
-            layer, kind = _layer_name(name), attention_kind(module)
+            layer, kind = layers[name], attention_kind(module)
 
             def enter(module: nn.Module, _: Any, layer: str = layer, kind: Kind | None = kind) -> None:
                 recording.enter(layer, module, kind)
@@ -129,6 +131,8 @@ def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[N
             handle.remove()
 
 
-def _layer_name(name: str) -> str:
-    """Return the name of a module without those of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+def _layer_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return for the name of each module the name without those of wrappers, as in the model that is wrapped."""
+    prefix = ADAPTED if type(modules[""]).__module__.startswith("peft.") else ""
+    plain = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in modules}
+    return {name: layer.removeprefix(prefix) or layer for name, layer in plain.items()}
