@@ -212,6 +212,21 @@ def test_a_model_without_attention_has_its_weights_measured(tmp_path):
     assert float(result.data.embedding_cosine[0]) > 0
 
 
+def test_a_model_whose_attention_is_seen_in_part_says_so(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    options = {"intermediate_size": 16, "mamba_d_state": 4, "mamba_dt_rank": 4, "num_experts": 1, "vocab_size": 256}
+    config = transformers.JambaConfig(
+        **sizes, **options, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, pad_token_id=0
+    )
+    with torch.random.fork_rng(), configs.quiet():
+        transformers.JambaModel(config).save_pretrained(tmp_path / "jamba")
+    result = probe(Checkpoints(tmp_path / "jamba"), text=TEXT)
+    assert result.data.layer.values.tolist() == ["layers.1.self_attn"]
+    (fault,) = result.audit.faults
+    assert (fault.kind, fault.left_out, fault.loses_data) == ("partly measured", (), True)
+    assert "jamba is measured in part: attention was not recorded of layers.0.mamba (" in fault.message
+
+
 def test_an_encoder_with_a_decoder_reads_the_text_on_both_sides(tmp_path):
     config = transformers.T5Config(vocab_size=256, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     with torch.random.fork_rng(), configs.quiet():

@@ -29,12 +29,22 @@ from joma.probes.summary import MEASURES, check_measures
 from joma.progress import SILENT, Progress
 from joma.watch.audit import NOT_FINITE_REMEDY, Audit, audit_series
 from joma.watch.checkpoint_ranks import stable_ranks
-from joma.watch.configs import ONLY_WEIGHTS, compare_configs, computed_fields, is_failure, load_config, quiet, reason
+from joma.watch.configs import (
+    ONLY_WEIGHTS,
+    clipped,
+    compare_configs,
+    computed_fields,
+    is_failure,
+    load_config,
+    quiet,
+    reason,
+)
 from joma.watch.loading import load
 from joma.watch.recording import Recording
 from joma.watch.series import Checkpoints, Fault, LazyCheckpoint
 from joma.watch.store import Measure, Store
 from joma.watch.tokens import default_text, encode
+from joma.watch.unseen import describe
 from joma.watch.watching import attention
 from joma.watch.weight_files import Unreadable
 from joma.watch.weight_ranks import LOWER_MATRIX
@@ -101,6 +111,7 @@ def probe(
                 faults.append(Fault.from_error("not measured", checkpoint.name, values, left_out=False))
             else:
                 measurements.setdefault(checkpoint.name, {"step": np.array(checkpoint.step)}).update(values)
+                faults.extend(_not_seen(checkpoint.name, values))
 
     run(WEIGHTS)
     left_out |= Audit(tuple(faults)).left_out
@@ -114,6 +125,13 @@ def probe(
         raise InputError("source", "a series with a sound checkpoint", got, faults[-1].remedy)
     data = _combine(measurements).assign_attrs(_origin(series, text, attention_measure))
     return ProbeResult(data, Audit(tuple(_merge_faults(faults))))
+
+
+def _not_seen(name: str, values: Mapping[str, np.ndarray]) -> Iterator[Fault]:
+    """Yield a fault if attention of the model was not recorded: measures of the rest must not pass for those of all."""
+    for description in json.loads(values["not_seen"].tobytes()) if "not_seen" in values else ():
+        message = f"{name} is measured in part: attention was not recorded of {description}"
+        yield Fault("partly measured", (name,), message, "read its measures as those of the layers that are listed")
 
 
 def _origin(series: Checkpoints, text: str | None, measure: Measure | None) -> dict[str, str]:
@@ -264,6 +282,8 @@ def measure_attention(
         got = f"{type(model).__name__} ({reason(error)})"
         raise Unreadable(checkpoint.name, expected, got, f"try another {ONLY_WEIGHTS}") from None
     values = {"layer": _pack_names(rows.layer.values), **_by_layer_and_head(rows)}
+    if recording.not_seen:
+        values["not_seen"] = _pack_names([clipped(describe(recording.not_seen), 400)])
     if states := getattr(output, "hidden_states", None):
         cosines = [cosine_orthogonality(state.flatten(0, 1)).root_mean_square for state in states]
         values["hidden_cosine"] = torch.stack(cosines).numpy()
@@ -283,12 +303,10 @@ def _by_layer_and_head(rows: xr.Dataset) -> dict[str, np.ndarray]:
 
 
 def _check_recording(checkpoint: LazyCheckpoint, rows: Recording, output: Any) -> None:
-    """Raise an error unless every attention was recorded and everything that the model computed is finite.
+    """Raise an error unless everything that the model computed is finite.
 
     A mean over the finite rows or heads would look like any other.
     """
-    if rows.refused is not None:
-        raise rows.refused
     parts = output.values() if isinstance(output, Mapping) else output
     tensors = [part for value in parts for part in (value if isinstance(value, tuple) else (value,))]
     layers = [layer for layers in rows.passes for layer, entropy in layers.items() if not entropy.isfinite().all()]
