@@ -170,7 +170,7 @@ def test_other_measures_are_labelled_by_their_attributes():
     assert quantities(data)["distance"].axis == "attended distance / tokens"
     assert quantities(data)["top_mass"].axis == "weight on the top keys"
     captions = [part["figure"]["caption"] for part in section(data, [], {})["parts"]]
-    assert captions[2].startswith("The mean distance to keys. (a) over the training")
+    assert captions[2].startswith("Attended distance, the mean distance to keys. (a) over the training")
 
 
 @pytest.mark.usefixtures("blank")

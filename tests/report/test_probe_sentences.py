@@ -61,12 +61,21 @@ def test_a_series():
     assert cosine_heading(data.drop_vars("hidden_cosine")) == "Token embeddings become more alike: cosine 0.2 to 0.3"
 
 
-@pytest.mark.parametrize(("end", "verb"), [(0.2, "falls from 0.4 to 0.2 tokens"), (0.4, "stays at 0.4 tokens")])
-def test_any_other_measure_has_its_label_and_unit(end, verb):
+@pytest.mark.parametrize(
+    ("end", "course"), [(0.2, "from 0.4 to 0.2 tokens"), (0.4, "0.4 tokens at the start and at the end")]
+)
+def test_any_other_measure_has_its_label_and_unit(end, course):
     data = series_data()
-    course = np.array([0.4, 0.9, 0.1, end])[:, None, None]
-    data["distance"] = (("step", "layer", "head"), course + np.zeros((2, 2)))
-    assert attention_heading("distance", data, Quantity("attended distance", "tokens")) == f"Attended distance {verb}"
-    single = data.isel(step=[1])
-    heading = "Attended distance is 0.9 tokens on average, greatest in layer 0, head 0 (0.9)"
-    assert attention_heading("distance", single, Quantity("attended distance", "tokens")) == heading
+    values = np.array([0.4, 0.9, 0.1, end])[:, None, None]
+    data["distance"] = (("step", "layer", "head"), values + np.zeros((2, 2)))
+    distance = Quantity("attended distance", "tokens")
+    assert attention_heading("distance", data, distance) == f"Attended distance: {course}"
+    heading = "Attended distance: 0.9 tokens on average, greatest in layer 0, head 0 (0.9)"
+    assert attention_heading("distance", data.isel(step=[1]), distance) == heading
+
+
+def test_sinks_that_stay_as_they_are():
+    data = series_data()
+    data.sink_mass[-1] = data.sink_mass[0] + 0.001
+    heading = "The first token draws 10% of attention at the end, as at the start"
+    assert attention_heading("sink_mass", data, Quantity("attention to the first token", "")) == heading

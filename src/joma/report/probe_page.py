@@ -60,11 +60,10 @@ def draw_figures(data: xr.Dataset) -> Iterator[tuple[str, Sequence[Panel], str]]
 
 
 def _about(name: str, data: xr.Dataset) -> str:
-    known = ABOUT.get(name)
-    if known is None:
-        description = str(data[name].attrs.get("description", _quantity(name, data[name].attrs).label))
-        known = f"{description[:1].upper()}{description[1:].rstrip('.')}."
-    return known
+    if name in ABOUT:
+        return ABOUT[name]
+    label, description = _quantity(name, data[name].attrs).label, data[name].attrs.get("description")
+    return f"{label[:1].upper()}{label[1:]}{f', {description}' if description else ''}."
 
 
 def heading(data: xr.Dataset) -> str:

@@ -50,11 +50,14 @@ def attention_heading(name: str, data: xr.Dataset, quantity: Quantity) -> str:
         return f"Entropy is {start} nats at the start{between if has_minimum else ''}, and {end} at the end"
     if name == "sink_mass":
         return _sinks(variable, mean)
+    label = _capital(quantity.label)
     if mean.sizes["step"] == 1:
         value, where = extreme_head(variable.isel(step=0), largest=True)
-        start = f"{_capital(quantity.label)} is {_with_unit(float(mean[0]), quantity.unit)} on average"
-        return f"{start}, greatest in {where} ({value:.3g})"
-    return f"{_capital(quantity.label)} {_course(mean, quantity.unit)}"
+        return f"{label}: {_with_unit(float(mean[0]), quantity.unit)} on average, greatest in {where} ({value:.3g})"
+    start, end = float(mean[0]), float(mean[-1])
+    if _is_unchanged(start, end):
+        return f"{label}: {_with_unit(end, quantity.unit)} at the start and at the end"
+    return f"{label}: from {start:.3g} to {_with_unit(end, quantity.unit)}"
 
 
 def _sinks(variable: xr.DataArray, mean: xr.DataArray) -> str:
@@ -63,6 +66,8 @@ def _sinks(variable: xr.DataArray, mean: xr.DataArray) -> str:
         value, where = extreme_head(variable.isel(step=0), largest=True)
         return f"The first token draws {end:.0%} of attention, most in {where} ({value:.0%})"
     start = float(mean[0])
+    if f"{start:.0%}" == f"{end:.0%}":
+        return f"The first token draws {end:.0%} of attention at the end, as at the start"
     return f"The first token draws {end:.0%} of attention at the end, and {start:.0%} at the start"
 
 
@@ -87,7 +92,7 @@ def cosine_heading(data: xr.Dataset) -> str:
     start, end = float(curve[0]), float(curve[-1])
     if is_single(data) or curve.size == 1:
         return f"{what} have a root mean square cosine of {end:.3g}"
-    if abs(end - start) <= UNCHANGED * max(start, end):
+    if _is_unchanged(start, end):
         return f"{what} stay as they were: cosine {end:.3g}"
     return f"{what} become {'more' if end > start else 'less'} alike: cosine {start:.3g} to {end:.3g}"
 
@@ -110,9 +115,13 @@ def _ends(variable: xr.DataArray) -> tuple[np.ndarray, np.ndarray]:
     return start, end
 
 
+def _is_unchanged(start: float, end: float) -> bool:
+    return abs(end - start) <= UNCHANGED * max(abs(start), abs(end))
+
+
 def _course(curve: xr.DataArray, unit: str) -> str:
     start, end = float(curve[0]), float(curve[-1])
-    if abs(end - start) <= UNCHANGED * max(abs(start), abs(end)):
+    if _is_unchanged(start, end):
         return f"stays at {_with_unit(end, unit)}"
     return f"{'falls' if end < start else 'rises'} from {start:.3g} to {_with_unit(end, unit)}"
 
