@@ -122,11 +122,11 @@ def test_hostile_names_are_text(tmp_path):
     data = data.assign_coords(
         layer=[HOSTILE, "h.1"], weight=["$x^$", HOSTILE], checkpoint=("step", [HOSTILE, "b", "c", "d"])
     )
-    fault = Fault("ignored", (HOSTILE, "other"), f"{HOSTILE} is ignored", f"remove {HOSTILE}")
+    fault = Fault("identical", (HOSTILE, "other"), f"{HOSTILE} is a copy", f"remove {HOSTILE}")
     text = save(data, [fault], tmp_path).read_text(encoding="utf-8")
     page = Page(text)
     assert "script" not in page.tags
-    assert ["ignored", f"{HOSTILE} is ignored; remove {HOSTILE}.{HOSTILE}, other", "0"] in page.rows
+    assert ["identical", f"{HOSTILE} is a copy; remove {HOSTILE}.{HOSTILE}, other", "0"] in page.rows
     assert sum(HOSTILE in cell for row in page.rows for cell in row) >= 7
 
 

@@ -124,7 +124,8 @@ def unread_files(root: Path, folders: Mapping[str, Path]) -> Iterator[Ignored]:
             beside.setdefault(name, []).append(checkpoint)
     if training:
         holders = sorted({checkpoint for places in training.values() for checkpoint in places})
-        message = f"{_enumerate(sorted(training))} in {_places(holders)} hold the state of the training, not weights"
+        verb = "holds" if len(training) == 1 else "hold"
+        message = f"{_enumerate(sorted(training))} in {_places(holders)} {verb} the state of the training, not weights"
         yield Ignored(_paths(root, folders, training), message, "nothing has to be done")
     for name, checkpoints in beside.items():
         message = f"{name} in {_places(checkpoints)} is not read: other files hold the weights that are measured"
