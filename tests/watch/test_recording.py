@@ -86,6 +86,38 @@ def test_bad_measures_are_named() -> None:
     model = PlainAttention()
     with pytest.raises(InputError, match=r"`measures` must be one of entropy, .*got 'entropi'; did you mean 'entropy'"):
         attention(model, measures=("entropi",)).__enter__()
+    with pytest.raises(InputError, match="`top` must be"):
+        attention(model, top=17).__enter__()
+
+
+def test_sinks_may_be_a_list_or_a_tensor() -> None:
+    query, model = random_normal(2, 3, 6, 4), PlainAttention()
+    tensor = torch.tensor([[[1]], [[5]]])
+    weights = (query @ query.mT / 2).softmax(-1)
+    options = {"measures": "sink_mass", "reduce": "none"}
+    with (
+        attention(model, sinks=[0, 2], **options) as listed,
+        attention(model, sinks=tensor, **options) as each,
+        attention(model, sinks=tensor.clone(), **options) as again,
+    ):
+        model(query, query)
+    torch.testing.assert_close(listed.passes[0]["PlainAttention"], weights[..., [0, 2]].sum(-1))
+    expected = torch.stack([weights[0, ..., 1], weights[1, ..., 5]])
+    torch.testing.assert_close(each.passes[0]["PlainAttention"], expected)
+    torch.testing.assert_close(again.passes[0]["PlainAttention"], expected)
+
+
+def test_an_error_of_torch_while_measuring_does_not_end_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("joma.watch.interception.summary_rows", fail)
+    model, query = PlainAttention(), random_normal(1, 2, 4, 3)
+    plain = model(query, query)
+    message = "`attention` must be measured, got CUDA out of memory"
+    with pytest.warns(UserWarning, match=message), attention(model) as seen:
+        assert torch.equal(model(query, query), plain)
+    assert list(seen.not_seen) == ["PlainAttention"]
 
 
 def test_listeners_hear_of_each_pass_and_each_call() -> None:

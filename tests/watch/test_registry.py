@@ -91,6 +91,18 @@ def test_decoding_with_a_cache(model: Any) -> None:
         torch.testing.assert_close(seen.passes[1][layer], values[:, :, 4:], atol=2e-5, rtol=0)
 
 
+def test_contexts_that_end_in_any_order_restore_the_registry(model: Any) -> None:
+    first, second = attention(model), attention(model, reduce="none")
+    seen = first.__enter__(), second.__enter__()
+    model(input_ids=TOKENS)
+    first.__exit__(None, None, None)
+    model(input_ids=TOKENS)
+    second.__exit__(None, None, None)
+    assert [len(recording.passes) for recording in seen] == [1, 2]
+    assert all(len(layers) == 2 for recording in seen for layers in recording.passes)
+    assert "__getitem__" not in vars(AttentionInterface)
+
+
 class Module:
     is_causal = True
 

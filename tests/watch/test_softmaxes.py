@@ -191,3 +191,31 @@ def test_no_logits_are_kept_after_a_pass() -> None:
         model[0](*inputs())
         kept.append(model[1](*inputs()))
         assert not interception._local.interceptor.softmaxes
+
+
+def test_gradient_transforms_and_inference_mode_are_recorded() -> None:
+    layer = Layer(method)
+    query, key, value = inputs()
+    with attention(layer, reduce="none") as seen:
+        torch.func.grad(lambda value: layer(query, key, value).sum())(value)
+        torch.func.grad(lambda query: layer(query, key, value).sum())(query)
+        with torch.inference_mode():
+            layer(query, key, value)
+    for layers in seen.passes:
+        torch.testing.assert_close(layers["Layer"], expected_entropy(), atol=2e-6, rtol=0)
+    assert len(seen.passes) == 3
+
+
+@pytest.mark.parametrize("columns", [slice(None, -1), slice(None)])
+def test_a_column_that_differs_from_row_to_row_is_a_key(columns: slice) -> None:
+    """A column that is computed from the queries is no sink of its head."""
+
+    def with_null_key(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        weights = torch.cat([query @ key.mT, query.sum(-1, keepdim=True)], -1).softmax(-1)
+        return weights[..., columns][..., :LENGTH] @ value
+
+    layer, (query, key, value) = Layer(with_null_key), inputs()
+    with attention(layer, reduce="none") as seen:
+        layer(query, key, value)
+    weights = torch.cat([query @ key.mT, query.sum(-1, keepdim=True)], -1).softmax(-1)
+    torch.testing.assert_close(seen.passes[0]["Layer"], textbook_entropy(weights), atol=2e-6, rtol=0)

@@ -20,6 +20,14 @@ class Seen(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
+class SinkAttention(nn.Module):
+    """Attention with a column of sinks, which is dropped after the softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = torch.cat([x @ x.mT, torch.ones(*x.shape[:2], 1)], -1)
+        return logits.softmax(-1)[..., :-1] @ x
+
+
 class SigmoidAttention(nn.Module):
     """Attention whose weights are no softmax."""
 
@@ -118,7 +126,7 @@ def test_calls_from_other_threads_are_told_in_one_line() -> None:
 def test_meta_and_fake_tensors_go_on(meta: bool) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    model, x = nn.Sequential(Seen(), SelfAttention(Seen())), random_normal(1, 4, 3)
+    model, x = nn.Sequential(Seen(), SelfAttention(SinkAttention())), random_normal(1, 4, 3)
     mode = torch.device("meta") if meta else FakeTensorMode()
     context = attention(model)
     seen = context.__enter__()

@@ -29,9 +29,9 @@ from joma.probes.summary import AttentionCall, summary_rows
 from joma.watch.flex import flex_call
 from joma.watch.layouts import attends_globally, fits, in_order, layout
 from joma.watch.recording import Recording
-from joma.watch.softmaxes import SOFTMAXES, Softmaxes, Use, attention_logits, head_count
+from joma.watch.softmaxes import SOFTMAXES, Softmaxes, Use, attention_logits, head_count, holds_values
 from joma.watch.switches import compilation
-from joma.watch.unseen import never_recorded
+from joma.watch.unseen import NO_VALUES, never_recorded
 
 _SDPA = F.scaled_dot_product_attention
 _MULTI_HEAD = F.multi_head_attention_forward
@@ -92,9 +92,9 @@ class Interceptor(TorchFunctionMode):
                         first = (recording.first_tokens(call, keys) for recording in recordings)
                         sinks = next((tokens for tokens in first if tokens is not None), 0)
                     rows = summary_rows(call, names, top=top, sinks=sinks, precision=precision)
-                except InputError as error:  # if torch cannot compute it either, the call raises its own error
+                except (InputError, RuntimeError) as cause:  # if torch cannot compute it either, the call itself fails
                     for recording in recordings:
-                        recording.refuse(error, (depths or {}).get(recording, 0))
+                        recording.refuse(_input_error(cause), (depths or {}).get(recording, 0))
                     continue
                 values = {name: _three_axes(row) for name, row in rows.items()}
                 for recording in recordings:
@@ -200,14 +200,22 @@ class Interceptor(TorchFunctionMode):
         self.measure(AttentionCall(logits=logits, sink_logits=sinks), depths)
 
 
+def _input_error(cause: Exception) -> InputError:
+    """Return an error of torch, such as one of memory or of a kind of tensor, in the form of ours."""
+    if isinstance(cause, InputError):
+        return cause
+    remedy = "watch fewer measures or a shorter batch if it is memory, else report it"
+    return InputError("attention", "measured", short_reason(cause), remedy)
+
+
 def _overlooked(recording: Recording, call: AttentionCall) -> bool:
     """Whether this attention is none that a recording measures; the recording then lists it as not seen."""
     reason = never_recorded(frame.module for frame in recording.call_stack)
     tensor = call.query if call.logits is None else call.logits
     if reason is not None:
         recording.overlook(reason)
-    elif isinstance(tensor, Tensor) and (tensor.is_meta or type(tensor).__name__ == "FakeTensor"):
-        recording.overlook("it ran on meta or fake tensors, which hold no values")
+    elif isinstance(tensor, Tensor) and not holds_values(tensor):
+        recording.overlook(NO_VALUES)
     else:
         return False
     return True

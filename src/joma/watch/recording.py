@@ -14,11 +14,11 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from joma.arguments import InputError, StateError, choice
+from joma.arguments import InputError, StateError, choice, whole
 from joma.kernels.entropy_choice import PRECISIONS
-from joma.probes.summary import MEASURES, AttentionCall, Sinks, check_measures
+from joma.probes.summary import MAX_TOP, MEASURES, AttentionCall, Sinks, check_measures
 from joma.watch.rows import RowMasks, check_rows
-from joma.watch.unseen import AttentionNotSeen, Kind, describe, unseen_reason
+from joma.watch.unseen import NO_VALUES, AttentionNotSeen, Kind, describe, unseen_reason
 from joma.watch.views import RecordingViews
 
 REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # axes of [measure, layer, batch, head, query]
@@ -85,7 +85,8 @@ class Recording(RecordingViews):
     ) -> None:
         choice("precision", precision, PRECISIONS)
         self.measures = check_measures(measures)
-        self.top, self.sinks = top, tuple(sinks) if isinstance(sinks, list) else sinks
+        self.top = whole("top", top, low=1, high=MAX_TOP)
+        self.sinks = tuple(sinks) if isinstance(sinks, list) else sinks
         self.precision, self.row_masks = precision, RowMasks(rows)
         self.longest = 0
         self.not_seen: dict[str, str] = {}
@@ -296,6 +297,9 @@ class Recording(RecordingViews):
             got = f"{self._model_name}, which does not"
             raise InputError("model", "attention", got, _NO_ATTENTION_REMEDY, must="compute")
         got = f"{self._model_name}: {describe(self.not_seen)}"
+        if {*self.not_seen.values()} == {NO_VALUES}:
+            remedy = "call the model on tensors that hold values"
+            raise InputError("model", "attention that can be measured", got, remedy, must="compute")
         if self._has_weights:
             raise InputError("model", "attention that can be measured", got, _NOT_SEEN_REMEDY, must="compute")
         remedy = "attention measures do not apply to it, but those of its weights do, such as `joma.stable_rank`"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,34 +22,41 @@ from joma.watch.flex import flex_call
 
 FLASH = re.compile(r"^(paged\|)?(flash_attention|[^|/]+/)")  # also kernels from the hub, such as "org/flash-attn"
 FLEX = "flex_attention"
+_lock, _open = threading.Lock(), []  # of the contexts in which the registry is wrapped
 Wrap = Callable[[Callable[..., Any], Callable[..., AttentionCall]], Callable[..., Any]]
 
 
 @contextmanager
 def wrapped_registry(wrap: Wrap) -> Iterator[None]:
-    """Let the registry of transformers, if it is imported, return functions that are wrapped by `wrap`."""
-    utils = sys.modules.get("transformers.modeling_utils")
-    interface = getattr(utils, "AttentionInterface", None)
+    """Let the registry of transformers, if it is imported, return functions that are wrapped by `wrap`.
+
+    Contexts may overlap and end in any order: the registry is restored with the last.
+    """
+    interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
     if interface is None:
         yield
         return
-    look_up = interface.__getitem__
+    with _lock:
+        _open.append(wrap)
+        if len(_open) == 1:
+            interface.__getitem__ = _wrapped_look_up(interface.__getitem__, wrap)
+    try:
+        yield
+    finally:
+        with _lock:
+            _open.remove(wrap)
+            if not _open:
+                del interface.__getitem__  # which hides that of its base class
 
-    def look_up_wrapped(self: Any, name: str) -> Callable[..., Any]:
+
+def _wrapped_look_up(look_up: Callable[[Any, str], Callable[..., Any]], wrap: Wrap) -> Callable[[Any, str], Any]:
+    def wrapped(self: Any, name: str) -> Callable[..., Any]:
         function = look_up(self, name)
         if name == FLEX:
             return wrap(function, flex_interface_call)
         return wrap(function, flash_interface_call) if FLASH.search(name) else function
 
-    inherited = "__getitem__" not in vars(interface)
-    interface.__getitem__ = look_up_wrapped
-    try:
-        yield
-    finally:
-        if inherited:
-            del interface.__getitem__
-        else:
-            interface.__getitem__ = look_up
+    return wrapped
 
 
 def flash_interface_call(

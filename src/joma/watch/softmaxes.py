@@ -95,7 +95,7 @@ class Softmaxes:
 
     def add(self, logits: Tensor, weights: Tensor, dim: int, context: Any) -> None:
         """Follow `weights`, the softmax of `logits` along `dim`."""
-        if not isinstance(weights, Tensor) or cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor(logits):
+        if not isinstance(weights, Tensor):
             return
         axis = dim % logits.ndim
         if self._shift is not None and self._shift[0]() is logits:
@@ -205,9 +205,22 @@ def attention_logits(use: Use, heads: int | None) -> tuple[Tensor, Tensor | None
         return logits, None
     column = torch.cat([logits[..., :start], logits[..., stop:]], dim=-1)
     sinks = column[(0,) * (logits.ndim - 3)][:, 0, 0]
-    if column.shape[-1] > 1 or not torch.equal(column, sinks[:, None, None].expand_as(column)):
+    if (
+        column.shape[-1] > 1
+        or not holds_values(column)
+        or not torch.equal(column, sinks[:, None, None].expand_as(column))
+    ):
         return logits, None
     return logits[..., start:stop], sinks
+
+
+def holds_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has values, which meta and fake tensors have not.
+
+    >>> holds_values(torch.zeros(1)), holds_values(torch.zeros(1, device="meta"))
+    (True, False)
+    """
+    return not tensor.is_meta and type(tensor).__name__ != "FakeTensor"
 
 
 def head_count(modules: Iterator[nn.Module]) -> int | None:
@@ -266,6 +279,8 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _same_storage(result: Tensor, tensor: Tensor) -> bool:
+    if cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor(result):  # which has no storage of its own
+        return False
     return result.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 

@@ -59,6 +59,7 @@ KINDS = tuple(
         (r"(?i)att(ention|n)", "calls no SDPA, and no softmax whose result averages values", True),
     )
 )
+NO_VALUES = "it ran on meta or fake tensors, which hold no values"
 NEVER_RECORDED = 4  # the first kinds: their softmaxes are no attention of positions to positions
 _NOT_ATTENTION = re.compile(r"(?i)(norm|dropout|mask|bias|embeddings?|output|projection|mlp|softmax)$")
 
