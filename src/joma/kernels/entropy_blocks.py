@@ -17,7 +17,7 @@ from torch import Tensor
 from joma.kernels.entropy_scores import Rows, Scores, hidden
 from joma.kernels.products import exact_products
 
-_COPIED_BYTES = 2**26  # of keys, queries or outputs copied at a time
+COPIED_BYTES = 2**26  # of keys, queries or outputs copied at a time
 
 
 class BlockSize(NamedTuple):
@@ -209,7 +209,7 @@ def head_pieces(scores: Scores, max_heads: int) -> tuple[int, Iterator[Piece]]:
     queries or keys would take too much memory.
     """
     (batch, heads, queries, dim), (_, shared, keys, _) = scores.query.shape, scores.key.shape
-    bound = max(1, min(max_heads, _COPIED_BYTES // (max(queries, keys) * dim * scores.dtype.itemsize)))
+    bound = max(1, min(max_heads, COPIED_BYTES // (max(queries, keys) * dim * scores.dtype.itemsize)))
     key_heads = min(shared, bound)
     batches = min(batch, max(1, bound // shared))
 

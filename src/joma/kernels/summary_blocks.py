@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from joma.kernels.entropy_blocks import BlockSize, block_size, head_pieces, two_buffers
+from joma.kernels.entropy_blocks import COPIED_BYTES, BlockSize, block_size, head_pieces, two_buffers
 from joma.kernels.entropy_scores import Rows, Scores, hidden, modified
 from joma.kernels.products import exact_products
 
@@ -228,49 +228,53 @@ def _hide_later(d: Float[Tensor, "head row column"], first: int) -> None:
 # The scores of chosen keys
 
 
-def chosen_scores(
-    scores: Scores, keys: list[int] | Int[Tensor, "batch head query"]
-) -> Float[Tensor, "batch head query chosen"]:
-    """Return the scores of chosen keys, −inf where they are hidden: the same keys for all rows, or one for each row.
+def chosen_scores(scores: Scores, key: int | Int[Tensor, "batch head query"]) -> Float[Tensor, "batch head query"]:
+    """Return the score of a chosen key, −inf where it is hidden: the same key for all rows, or one for each row.
 
     >>> ones = torch.ones(1, 1, 3, 4)
-    >>> chosen_scores(Scores(ones, ones, None, True, 1.0), [0, 2])
-    tensor([[[[4., -inf],
-              [4., -inf],
-              [4., 4.]]]])
+    >>> chosen_scores(Scores(ones, ones, None, True, 1.0), 2)
+    tensor([[[-inf, -inf, 4.]]])
     """
-    batch, heads, queries, dim = scores.query.shape
-    count = len(keys) if isinstance(keys, list) else 1
-    results = torch.empty(batch, heads, queries, count, dtype=scores.dtype, device=scores.query.device)
-    with exact_products(scores.query.device):
-        for part, shared in head_pieces(scores, batch * heads)[1]:
-            query, key = scores.query[part].to(scores.dtype), scores.key[shared]
-            if isinstance(keys, list):
-                results[part] = query @ key[:, :, keys].to(scores.dtype).mT
-            else:
-                chosen = key.gather(2, keys[part][..., None].expand(-1, -1, -1, dim)).to(scores.dtype)
-                results[part] = (query * chosen).sum(dim=-1, keepdim=True)
-    results *= scores.scale
-    numbers = (
-        torch.tensor(keys, device=results.device).expand(results.shape) if isinstance(keys, list) else keys[..., None]
-    )
-    return _completed(scores, results, numbers)
-
-
-def _completed(
-    scores: Scores, products: Float[Tensor, "batch head query chosen"], keys: Int[Tensor, "batch head query chosen"]
-) -> Float[Tensor, "batch head query chosen"]:
-    """Return the scores of scaled products with these keys, −inf for hidden ones."""
-    values = products
+    values = scores.scale * _products(scores, key)
     if scores.softcap is not None:
         values = scores.softcap * (values / scores.softcap).tanh()
     if scores.score_mod is not None:
-        batch, heads = (torch.arange(size, device=keys.device) for size in scores.query.shape[:2])
-        values = modified(scores.score_mod, values, (batch, heads, scores.numbers, keys))
+        batch, heads = (torch.arange(size, device=values.device) for size in scores.query.shape[:2])
+        number = torch.arange(key, key + 1, device=values.device) if isinstance(key, int) else key[..., None]
+        values = modified(scores.score_mod, values[..., None], (batch, heads, scores.numbers, number))[..., 0]
     if scores.mask is not None:
-        mask = scores.mask.gather(-1, keys)
+        mask = scores.mask[..., key] if isinstance(key, int) else scores.mask.gather(-1, key[..., None])[..., 0]
         values = values if mask.dtype == torch.bool else values + mask.to(values.dtype)
         values = values.masked_fill(hidden(mask), -torch.inf)
-    if scores.causal:
-        values = values.masked_fill(keys > scores.numbers[:, None], -torch.inf)
+    if scores.causal and not (isinstance(key, int) and key == 0):
+        values = values.masked_fill(key > scores.numbers, -torch.inf)
     return values
+
+
+def _products(scores: Scores, key: int | Int[Tensor, "batch head query"]) -> Float[Tensor, "batch head query"]:
+    """Return the product of each query with its chosen key, a few key heads at a time to bound what is copied."""
+    (batch, heads, queries, dim), shared = scores.query.shape, scores.key.shape[1]
+    size = scores.group * queries * dim * scores.dtype.itemsize
+    samples, at_once = max(1, COPIED_BYTES // (size * shared)), max(1, min(shared, COPIED_BYTES // size))
+    results = torch.empty(batch, heads, queries, dtype=scores.dtype, device=scores.query.device)
+    with exact_products(scores.query.device):
+        for b in range(0, batch, samples):
+            for h in range(0, shared, at_once):
+                part = slice(b, b + samples), slice(h * scores.group, (h + at_once) * scores.group)
+                query = scores.query[part].to(scores.dtype).unflatten(1, (-1, scores.group))
+                keys = scores.key[b : b + samples, h : h + at_once]
+                if isinstance(key, int):
+                    product = query @ keys[:, :, None, key, :, None].to(scores.dtype)
+                else:
+                    product = (query * _gathered(keys, key[part], scores.group)).sum(dim=-1, keepdim=True)
+                results[part] = product[..., 0].flatten(1, 2)
+    return results
+
+
+def _gathered(
+    key: Float[Tensor, "batch shared key dim"], numbers: Int[Tensor, "batch head query"], group: int
+) -> Float[Tensor, "batch shared group some_query dim"]:
+    """Return the key of each query; only one for each head if all queries have the same."""
+    numbers = numbers[..., :1] if numbers.stride(-1) == 0 else numbers
+    index = numbers.unflatten(1, (-1, group)).flatten(2)
+    return key.gather(2, index[..., None].expand(-1, -1, -1, key.shape[-1])).unflatten(2, (group, -1))

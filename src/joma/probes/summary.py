@@ -142,7 +142,8 @@ def attention_summary(
         precision: "highest" or "high".
         top: how many of the heaviest keys `top_mass` counts, 1 to 16.
         sinks: the keys whose weight is `sink_mass`: a number, several numbers, or an integer tensor that broadcasts to
-            [*batch, head, query], one key for each row. Negative numbers count from the last key.
+            [*batch, head, query], one key for each row. Negative numbers count from the last key. A number out of
+            range gives NaN if the tensor is on a GPU, and is refused otherwise.
         softcap: c, the limit of the scores in models that cap them; no cap if not given.
         sink_logits: [head], one more logit in the denominator of each row, as GPT-OSS learns it. It counts as a key
             for the entropy, and takes weight from the keys.
@@ -269,8 +270,15 @@ def _add_sink_logits(rows: dict[str, Tensor], split: Batches, parts: list[Rows])
             rows[name] = share * rows[name]
 
 
-def _sink_keys(sinks: Any, split: Batches) -> list[int] | Tensor:
-    """Return the numbers of the sink keys, counted from the first: a list, or one for each row."""
+class _RowSinks(NamedTuple):
+    """A sink key for each row, and which of the numbers were out of range; broadcast without copies."""
+
+    keys: Tensor
+    outside: Tensor
+
+
+def _sink_keys(sinks: Any, split: Batches) -> list[int] | _RowSinks:
+    """Return the numbers of the sink keys, counted from the first."""
     keys = split.keys
     if not split.scores:
         return []
@@ -281,23 +289,28 @@ def _sink_keys(sinks: Any, split: Batches) -> list[int] | Tensor:
     remedy = f"give key numbers from {-keys} to {keys - 1}, one for each row"
     if sinks.is_floating_point() or sinks.is_complex() or sinks.dtype == torch.bool:
         raise InputError("sinks", "whole numbers", sinks.dtype, remedy)
-    try:
-        numbers = sinks.detach().to(split.query.device, torch.int64).expand(split.shape)
-    except RuntimeError:
-        raise InputError(
-            "sinks", f"a shape that broadcasts to {tuple(split.shape)}", described(sinks), remedy, must="have"
-        ) from None
-    if bool(((sinks < -keys) | (sinks >= keys)).any()):
+    outside = (sinks < -keys) | (sinks >= keys)
+    if sinks.is_cpu and bool(outside.any()):  # on a GPU one would have to wait for the answer
         raise InputError("sinks", f"in [{-keys}, {keys - 1}]", f"{int(sinks.min())} to {int(sinks.max())}", remedy)
-    return (numbers.flip(-1) if split.reversed else numbers) % keys
+    rows = sinks.detach().to(split.query.device, torch.int64).remainder(keys), outside.to(split.query.device)
+    try:
+        rows = [tensor.expand(split.shape) for tensor in rows]
+    except RuntimeError:
+        expected = f"a shape that broadcasts to {tuple(split.shape)}"
+        raise InputError("sinks", expected, described(sinks), remedy, must="have") from None
+    same = not split.reversed or sinks.shape[-1] == 1  # for all queries, so that their order does not matter
+    return _RowSinks(*(tensor if same else tensor.flip(-1) for tensor in rows))
 
 
-def _sink_mass(split: Batches, parts: list[Rows], chosen: list[int] | Tensor) -> list[Tensor]:
-    """Return the weight of the chosen keys; of each, rounding may give no more than the largest weight."""
+def _sink_mass(split: Batches, parts: list[Rows], sinks: list[int] | _RowSinks) -> list[Tensor]:
+    """Return the weight of the sinks; of each, rounding may give no more than the largest weight."""
     masses = []
     for n, (scores, part) in enumerate(zip(split.scores, parts, strict=True)):
-        keys = chosen if isinstance(chosen, list) else nth(chosen[..., None], n)[..., 0]
-        log_sum, largest = cast(Tensor, part.log_sum)[..., None], cast(Tensor, part.largest)[..., None]
-        weights = (chosen_scores(scores, keys) - log_sum).exp()
-        masses.append(torch.minimum(weights, largest).sum(dim=-1).clamp(max=1))
+        keys = sinks if isinstance(sinks, list) else [nth(sinks.keys[..., None], n)[..., 0]]
+        log_sum, largest = cast(Tensor, part.log_sum), cast(Tensor, part.largest)
+        weights = [torch.minimum((chosen_scores(scores, key) - log_sum).exp(), largest) for key in keys]
+        mass = weights[0] if len(weights) == 1 else torch.stack(weights).sum(dim=0).clamp(max=1)
+        if isinstance(sinks, _RowSinks):
+            mass = mass.masked_fill(nth(sinks.outside[..., None], n)[..., 0], torch.nan)
+        masses.append(mass)
     return masses
