@@ -25,15 +25,20 @@ def run(model: Any, family: Family, **options: Any) -> Any:
         return model(**family.inputs, **options)
 
 
-def eager_entropies(model: Any, family: Family) -> list[Tensor]:
-    """Return the entropies [batch, head, query] in float64 of each attention, in the order of the calls."""
+def eager_weights(model: Any, family: Family) -> list[Tensor]:
+    """Return the weights of each attention, in the order of the calls."""
     if family.weights == ("softmaxes",):
         with results_of_softmax() as weights:
             run(model, family)
-    else:
-        output = run(model, family, output_attentions=True)
-        fields = chain.from_iterable(_field(output, names) for names in family.weights)
-        weights = [matrix for matrix in fields if matrix is not None]
+        return weights
+    output = run(model, family, output_attentions=True)
+    fields = chain.from_iterable(_field(output, names) for names in family.weights)
+    return [matrix for matrix in fields if matrix is not None]
+
+
+def eager_entropies(model: Any, family: Family) -> list[Tensor]:
+    """Return the entropies [batch, head, query] in float64 of each attention, in the order of the calls."""
+    weights = eager_weights(model, family)
     return [three_axes(_row_entropy(matrix, family), family.axes) for matrix in weights]
 
 

@@ -13,8 +13,12 @@ import torch
 from torch import nn
 
 from joma.arguments import InputError, StateError
+from joma.probes.entropy import shannon_entropy
 from joma.watch import Recorder, attention
 from tiny_models import DECODERS, TOKENS, CausalBlock, random_normal, with_large_weights
+from watch.families import EXACT
+from watch.family_weights import eager_weights, run, token_rows
+from watch.tiny_configs import tiny_model
 
 PADDED = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
 
@@ -41,6 +45,28 @@ def test_maps_are_the_weights_that_eager_attention_returns(family: str, implemen
         np.testing.assert_allclose(maps.sum("key"), 1.0, atol=1e-9)
         window = seen.maps(index, 1, queries=slice(2, 5), keys=slice(0, 4))
         np.testing.assert_array_equal(window, maps[:, [1], 2:5, :4])
+
+
+# Soft-capping, learned sinks, ALiBi, relative positions, biases of T5, masks of −10³⁸, windows, cross attention.
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "bloom", "mpt", "deberta", "t5", "codegen", "swin", "bart"])
+def test_maps_of_other_families_are_the_weights_that_they_return(name: str) -> None:
+    family = EXACT[name]
+    model = tiny_model(name, family.model_class, **family.changes)
+    weights = eager_weights(model, family)
+    with attention(model, reduce="none", rows="all", maps=True) as seen:
+        run(model, family)
+    (entropies,) = seen.passes
+    assert len(entropies) == len(weights)
+    for (layer, entropy), matrix in zip(entropies.items(), weights, strict=True):
+        maps = torch.as_tensor(seen.maps(layer).values)
+        assert maps.shape == matrix.shape
+        defined = ~entropy.isnan()
+        assert torch.equal(~maps.isnan().any(-1), defined)
+        rows = token_rows(family, len(matrix), matrix.shape[2])
+        difference = (maps - matrix).abs().where(defined[..., None], 0.0).transpose(1, 2)[rows]
+        assert difference.max() < 1e-5, layer
+        if not family.learned_sinks:
+            torch.testing.assert_close(shannon_entropy(maps[defined]), entropy[defined].double(), atol=1e-5, rtol=0)
 
 
 def test_a_cache_shows_the_last_query_and_all_keys() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from joma import memory
 from joma.arguments import InputError, StateError, choice, whole
 from joma.kernels.entropy_scores import logit_matrix
+from joma.kernels.summary_blocks import HIDDEN
 from joma.probes.attention_call import AttentionCall, Batches, batches
 
 DEFAULT_LIMIT = 256 * 2**20  # bytes of queries and keys
@@ -151,6 +152,7 @@ def _weights(split: Batches, heads: np.ndarray, queries: np.ndarray) -> Float[Te
     rows = torch.as_tensor(split.shape[-1] - 1 - queries if split.reversed else queries)
     parts = [logit_matrix(scores, torch.as_tensor(heads) if several else None, rows) for scores in split.scores]
     logits = torch.cat(parts) if several else parts[0].transpose(0, 1)
+    logits = logits.masked_fill(logits <= HIDDEN / 2, -torch.inf)  # hidden keys, as the measures count them
     if split.sink_logits is None:
         return logits.softmax(dim=-1)  # NaN in a row without a key
     sinks = split.sink_logits.to(logits).expand(split.shape[-2] if several else 1, 1)[heads, None]
