@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -81,9 +82,13 @@ class TimedCallback(EntropyCallback):
         self._time(super().on_step_end, *args, **kwargs)
 
     def _time(self, event: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        start = synchronised()
+        """Add the time of an event; only a probe leaves work on the device, for which the clock waits."""
+        start, before = synchronised(), self._probes()
         event(*args, **kwargs)
-        self.seconds += synchronised() - start
+        self.seconds += (synchronised() if self._probes() > before else perf_counter()) - start
+
+    def _probes(self) -> int:
+        return 0 if self.recorder is None else len(self.recorder._probes)
 
 
 def callback_share(device: str = "cpu") -> Row:

@@ -153,7 +153,7 @@ def reshard(model: nn.Module) -> None:
     shards alone, and the next forward pass would use the old gathered values.
     """
     for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
+        if hasattr(type(module), "_get_fsdp_state"):  # a module itself is slow to say that it has no such attribute
             cast(Any, module).reshard()
 
 

@@ -33,6 +33,7 @@ _NO_ATTENTION_REMEDY = (
 _NOT_SEEN_REMEDY = (
     "let it call `torch.nn.functional.scaled_dot_product_attention`, or multiply the result of a softmax by the values"
 )
+MAX_STACKED = 2**16  # elements of a layer's measures up to which the layers are brought to the host together
 DEFAULT_MEASURES = ("entropy", "effective_tokens")
 
 
@@ -141,7 +142,11 @@ class Recording(RecordingViews):
         """Return all measures by layer for each pass, on the model's device: [measure, *reduced]."""
         self._reduce_pending()
         order = [self._stored.index(name) for name in self.measures]
-        return [{layer: values[order] for layer, values in layers.items()} for layers in self._passes if layers]
+        return [
+            {layer: torch.stack([values[index] for index in order]) for layer, values in layers.items()}
+            for layers in self._passes
+            if layers
+        ]
 
     @property
     def entropy(self) -> xr.DataArray:
@@ -177,9 +182,9 @@ class Recording(RecordingViews):
         shapes = np.array([values.shape[1:] for layers in passes for values in layers.values()])
         block = np.full((len(self._stored), len(passes), len(names), *shapes.max(axis=0)), np.nan)
         for index, layers in enumerate(passes):
-            for layer, values in layers.items():
+            for layer, values in zip(layers, _on_host(list(layers.values())), strict=True):
                 position = (slice(None), index, names.index(layer), *map(slice, values.shape[1:]))
-                block[position] = values.double().cpu().numpy()
+                block[position] = values
         return names, block[[self._stored.index(name) for name in self.measures]]
 
     def row_counts(self) -> dict[str, int]:
@@ -352,6 +357,19 @@ class Recording(RecordingViews):
         if means < len(self._computed):
             parts.append(_maximum(values[means:], self._axes))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _on_host(values: list[Tensor]) -> list[np.ndarray]:
+    """Return tensors in float64 on the host; small ones of one kind together: each transfer waits for the device."""
+    groups: dict[Any, list[int]] = {}
+    for index, value in enumerate(values):
+        kind = index if value.numel() > MAX_STACKED else None
+        groups.setdefault((kind, value.shape, value.dtype, value.device), []).append(index)
+    arrays: dict[int, np.ndarray] = {}
+    for indices in groups.values():
+        stacked = torch.stack([values[index] for index in indices]) if len(indices) > 1 else values[indices[0]][None]
+        arrays.update(zip(indices, stacked.double().cpu().numpy(), strict=True))
+    return [arrays[index] for index in range(len(values))]
 
 
 def _mean(values: Tensor, axes: tuple[int, ...]) -> Tensor:
