@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from joma.arguments import InputError
 from joma.watch import attention, switches
 from tiny_models import DECODERS, SIZES, with_large_weights
 
@@ -44,7 +45,7 @@ def mask(parts: list[Tensor], side: str) -> Tensor:
 
 
 def means(model: nn.Module, calls: list[dict[str, Any]], **options: Any) -> dict[str, Tensor]:
-    """Return the mean entropy [head] of each layer over all rows of all calls that are recorded."""
+    """Return the mean [head] of the first measure of each layer over all rows of all calls that are recorded."""
     rows: dict[str, list[Tensor]] = {}
     for call in calls:
         with torch.no_grad(), attention(model, reduce="none", **options) as recording:
@@ -54,11 +55,11 @@ def means(model: nn.Module, calls: list[dict[str, Any]], **options: Any) -> dict
     return {layer: torch.cat(parts, dim=1).double().nanmean(1) for layer, parts in rows.items()}
 
 
-def check(model: nn.Module, call: Call, layers: int) -> None:
-    """The batch has the same mean as its sequences alone, for the model's own masks; with all rows it has another."""
+def check(model: nn.Module, call: Call, layers: int, measure: str = "entropy") -> None:
+    """The batch has the same mean of a measure by the model's own masks as its sequences alone with all rows."""
     batch, alone = call
-    expected = means(model, alone, rows="all")
-    padded = means(model, [batch])
+    expected = means(model, alone, rows="all", measures=measure)
+    padded = means(model, [batch], measures=measure)
     assert len(padded) == layers
     for layer, entropy in expected.items():
         torch.testing.assert_close(padded[layer], entropy, atol=1e-5, rtol=0, msg=layer)
@@ -104,7 +105,7 @@ def test_decoders(name: str, side: str) -> None:
     check(decoder(name), decoder_call(name, [2, 7, 4], side), layers=2)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(lengths=LENGTHS, side=st.sampled_from(SIDES))
 def test_random_lengths(lengths: list[int], side: str) -> None:
     check(decoder("gpt2"), decoder_call("gpt2", lengths, side), layers=2)
@@ -196,20 +197,60 @@ def test_torch_modules(kind: str, layers: int, batch_first: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-@settings(max_examples=4)
-@given(lengths=st.lists(st.integers(1, 5), min_size=2, max_size=3))
-def test_packed_sequences(name: str, lengths: list[int]) -> None:
-    parts = sequences(lengths)
+@pytest.mark.parametrize("measure", ["entropy", "sink_mass"])
+def test_packed_sequences(name: str, measure: str) -> None:
+    parts = sequences([3, 1, 5, 2])
     positions = torch.cat([torch.arange(len(part)) for part in parts])[None]
     batch = {"input_ids": torch.cat(parts)[None], "position_ids": positions, "use_cache": False}  # else not separated
-    check(decoder(name), (batch, [{"input_ids": part[None]} for part in parts]), layers=2)
+    call = batch, [{"input_ids": part[None]} for part in parts]
+    check(decoder(name), call, layers=2, measure=measure)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_sinks_are_first_tokens_whatever_the_padding() -> None:
+    for side in SIDES:
+        check(decoder("gpt2"), decoder_call("gpt2", [2, 7, 4], side), layers=2, measure="sink_mass")
+        check(bert(), decoder_call("bert", [7, 3], side), layers=2, measure="sink_mass")
+    batch, alone = sides_call([2, 7], [7, 3], "mask", "right")
+    check(encoder_decoder("bart"), (batch, alone), layers=6, measure="sink_mass")
+    left = {**batch, "input_ids": pad(sequences([2, 7]), "left"), "attention_mask": mask(sequences([2, 7]), "left")}
+    with torch.no_grad(), attention(encoder_decoder("t5"), measures="sink_mass", reduce="none") as first:
+        encoder_decoder("t5")(**left)
+    with torch.no_grad(), attention(encoder_decoder("t5"), measures="sink_mass", reduce="none", sinks=5) as fifth:
+        encoder_decoder("t5")(**left)
+    crosses = [layer for layer in first.passes[0] if not layer.startswith("decoder.") or "EncDec" in layer]
+    for layer in crosses:  # the first sequence starts at key 5
+        torch.testing.assert_close(first.passes[0][layer][0], fifth.passes[0][layer][0], equal_nan=True)
+
+
+def test_the_padding_of_a_text_says_nothing_of_an_image_of_as_many_patches() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": VOCABULARY, "max_position_embeddings": 8, "eos_token_id": 9, **sizes}
+    config = transformers.CLIPConfig(text_config=text, vision_config={"image_size": 8, "patch_size": 4, **sizes})
+    model, parts = transformers.CLIPModel(config).eval(), sequences([5, 2])
+    with torch.no_grad(), attention(model, reduce="none") as recording:
+        model(pad(parts, "right"), torch.ones(2, 3, 8, 8), mask(parts, "right"))
+    kept = {layer: ~entropy.isnan().all(1) for layer, entropy in recording.passes[0].items()}
+    assert kept["vision_model.encoder.layers.0.self_attn"].all()
+    assert torch.equal(kept["text_model.encoder.layers.0.self_attn"], mask(parts, "right").bool())
+
+
+def test_rows_of_one_shape_under_generation_are_refused_in_one_line() -> None:
+    model, parts = decoder("gpt2"), sequences([3, 5])
+    tokens, rows = pad(parts, "left"), mask(parts, "left")
+    options = {"attention_mask": rows, "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(tokens, **options)
+    message = r'`rows` must be of shape \(2, 1\) .*, got \(2, 5\); use rows="masks"'
+    with pytest.raises(InputError, match=message), attention(model, rows=rows):
+        model.generate(tokens, **options)
+    assert torch.equal(model.generate(tokens, **options), expected)
+
+
+@pytest.mark.parametrize(("name", "cache"), [("gpt2", "dynamic"), ("llama", "dynamic"), ("llama", "static")])
 @pytest.mark.parametrize("beams", [1, 2])
-def test_generation_with_padding_on_the_left(name: str, beams: int) -> None:
+def test_generation_with_padding_on_the_left(name: str, cache: str, beams: int) -> None:
     model, parts = decoder(name), sequences([3, 5])
     options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    options["cache_implementation"] = cache
 
     def generate(tokens: Tensor, mask: Tensor, rows: str) -> list[dict[str, Tensor]]:
         with attention(model, reduce="none", rows=rows) as recording:
