@@ -17,6 +17,8 @@ import tiny_models
 from joma.arguments import InputError, StateError
 from joma.watch import activations, attention
 from joma.watch.rows import RowsUnknown
+from watch.families import EXACT
+from watch.tiny_configs import tiny_model
 
 BLOCKS = ["gpt_neox.layers.0", "gpt_neox.layers.1"]
 X = tiny_models.random_normal(2, 5, 8)
@@ -98,6 +100,34 @@ def test_numbers_are_those_of_the_states_that_each_block_returns(kind):
     for index, block in enumerate(recording.blocks):
         assert numbers(recording, block) == pytest.approx(expected(hidden[index]), rel=1e-5)
         assert numbers(recording, block, "attention")[2:] == pytest.approx(expected(attended[index])[2:], rel=1e-5)
+
+
+FAMILIES = (
+    "llama gpt2 gptj bloom mpt opt falcon codegen gemma2 deepseek_v3 xlnet bert distilbert electra deberta-v2 "
+    "longformer mobilebert vit beit t5 bart fsmt whisper"
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES.split())
+def test_the_residual_stream_is_what_transformers_returns_as_hidden_states(name):
+    """The last state of a model may be normalised, and is left out."""
+    family = EXACT[name]
+    model = tiny_model(name, family.model_class, **family.changes)
+    with torch.no_grad(), activations(model) as recording:
+        output = model(**family.inputs, output_hidden_states=True)
+    assert recording.refused is None
+    assert not recording.rows_unknown
+    sides = {"hidden_states": "attention_mask", "encoder_hidden_states": "attention_mask"}
+    sides["decoder_hidden_states"] = "decoder_attention_mask"
+    states = {field: output.get(field) for field in sides if output.get(field) is not None}
+    assert states
+    for field, depths in states.items():
+        mask = family.inputs.get(sides[field])
+        rows = None if mask is None or mask.shape != depths[0].shape[:2] else mask.bool()
+        blocks = [block for block in recording.blocks if field == "hidden_states" or field.split("_")[0] in block]
+        assert len(blocks) == len(depths) - 1 > 1
+        for block, expected_states in zip(blocks[:-1], depths[1:-1], strict=True):
+            assert numbers(recording, block) == pytest.approx(expected(expected_states, rows), rel=1e-4)
 
 
 def test_dims_names_and_options():
@@ -304,6 +334,14 @@ def test_a_pass_that_fails_is_dropped_and_the_next_one_is_recorded():
     assert dict(recording.dataset().sizes) == {"pass": 1, "block": 2, "stream": 2}
     assert list(recording.dataset().block) == ["layers.0", "layers.1"]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_blocks_that_are_not_called_are_named():
+    model = Model(Layer(), Layer(), call=lambda block, x: block.forward(x))  # hooks do not see it
+    with activations(model) as recording:
+        model(X)
+    with pytest.raises(InputError, match=r"must be called by the model, got layers.0, layers.1 …, of which none"):
+        recording.dataset()
 
 
 def test_an_interrupted_pass_leaves_nothing_behind():

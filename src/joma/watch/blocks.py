@@ -17,8 +17,9 @@ from joma.arguments import InputError
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # left out of a module's name
 LISTS = (nn.ModuleList, nn.Sequential)
-_ATTENTION_CLASS = re.compile(r"Attention|Attn|MHA")
+_ATTENTION_CLASS = re.compile(r"(Attention|Attn|MHA)(?!.*(Output|Projection|Norm|Bias|Dropout)\d*$)")
 _ATTENTION_NAME = re.compile(r"(^|_)(attn|attention|mha)$", re.IGNORECASE)
+_SEQUENCE_FIRST = {f"transformers.models.{kind}.modeling_{kind}" for kind in ("fsmt", "xlnet")}
 _REMEDY = "name them by a regular expression: `blocks=r'layers\\.\\d+$'`"
 
 
@@ -32,7 +33,10 @@ class Block:
     @property
     def is_sequence_first(self) -> bool:
         """Whether the block takes [token, batch, dim], as torch's modules do by default."""
-        return any(getattr(module, "batch_first", True) is False for module in self.module.modules())
+        kinds = {base.__module__ for base in type(self.module).__mro__}
+        return not kinds.isdisjoint(_SEQUENCE_FIRST) or any(
+            getattr(module, "batch_first", True) is False for module in self.module.modules()
+        )
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -110,11 +114,9 @@ def _can_be_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _is_attention(name: str, module: nn.Module) -> bool:
-    """Return whether a module with parameters is attention: by its class, or by its own name if it has submodules."""
-    by_name = bool(module._modules) and _ATTENTION_NAME.search(name.rpartition(".")[2])
-    named = _ATTENTION_CLASS.search(type(module).__name__) or by_name
-    return bool(named) and _can_be_called(module) and any(True for _ in module.parameters())
+def _computes(module: nn.Module) -> bool:
+    """Return whether a module can be called and has parameters, as attention does."""
+    return _can_be_called(module) and any(True for _ in module.parameters())
 
 
 class _Tree:
@@ -122,15 +124,23 @@ class _Tree:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self.modules = modules
-        self.attention = [name for name, module in modules.items() if name and _is_attention(name, module)]
+        computing = [name for name, module in modules.items() if name and _computes(module)]
+        self.by_class = [name for name in computing if _ATTENTION_CLASS.search(type(modules[name]).__name__)]
+        self.by_name = [
+            name for name in computing if modules[name]._modules and _ATTENTION_NAME.search(name.rpartition(".")[2])
+        ]
         self.children: dict[str, list[str]] = {name: [] for name in modules}
         for name in modules:
             if name:
                 self.children[name.rpartition(".")[0]].append(name)
 
     def attention_inside(self, name: str) -> dict[str, nn.Module]:
-        """Return the innermost attention modules inside a module: outer ones often add the residual stream."""
-        inside = [other for other in self.attention if _is_inside(other, name)]
+        """Return the innermost attention modules inside a module: outer ones often add the residual stream.
+
+        They have the name of attention in their class, or else as their own name.
+        """
+        inside = [other for other in self.by_class if _is_inside(other, name)]
+        inside = inside or [other for other in self.by_name if _is_inside(other, name)]
         innermost = [outer for outer in inside if not any(_is_inside(other, outer) for other in inside)]
         return {other: self.modules[other] for other in innermost}
 
@@ -165,7 +175,7 @@ class _Tree:
 
     def parents_of_attention(self) -> list[str]:
         """Return the modules that directly hold attention, in a model that has no list of blocks."""
-        parents = list(dict.fromkeys(name.rpartition(".")[0] for name in _outermost(self.attention)))
+        parents = list(dict.fromkeys(name.rpartition(".")[0] for name in _outermost(self.by_class or self.by_name)))
         return parents if all(_can_be_called(self.modules[parent]) for parent in parents) else []
 
     def lists(self) -> str:

@@ -72,6 +72,9 @@ class HiddenStates:
         passes = [values for values in self._passes if values]
         if not passes and self.refused is not None:
             raise self.refused
+        if self._passes and not passes:
+            got, remedy = f"{', '.join(self.blocks[:3])} …, of which none was", "name others with `blocks=`"
+            raise InputError("blocks", "called by the model", got, remedy)
         if not passes:
             raise StateError("recording", "has no forward pass", "call `model(...)` inside the context")
         labels = list(dict.fromkeys(block for values in passes for block, _ in values))
@@ -118,7 +121,7 @@ class HiddenStates:
         call = self._calls.pop()
         if output is None and sys.exc_info()[0] is not None:
             if not self._calls:
-                self._passes[-1].clear()  # a pass that fails is no pass
+                self._passes.pop()  # a pass that fails is no pass
             return
         outer = call if call.block else next((other for other in reversed(self._calls) if other.block), None)
         if outer is not None and outer.block and (outer is call or name in self._attention):
@@ -150,8 +153,10 @@ class HiddenStates:
             states = _check_states(_first_tensor(output), ", ".join(key))
             with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
                 states = states.detach().transpose(0, 1) if transposed and states.ndim == 3 else states.detach()
-                states = states.flatten(1, -2) if states.ndim > 2 else states[None]
+                states = states if states.ndim > 2 else states[None]
                 rows = self.row_masks.rows_for(name, *states.shape[:2], device=states.device)
+                if rows is not None:  # a token may have several vectors, as with hyper-connections
+                    rows = rows[(..., *(None,) * (states.ndim - 3))].expand(states.shape[:-1])
                 self._passes[-1][key] = self._measure(states, rows, norms=key[1] == HIDDEN)
         except (InputError, torch.OutOfMemoryError) as cause:
             if self.refused is None:
@@ -161,7 +166,7 @@ class HiddenStates:
                 warnings.warn(f"hidden states that cannot be measured are not recorded: {self.refused}", stacklevel=6)
 
     def _measure(
-        self, states: Float[Tensor, "batch token dim"], rows: Bool[Tensor, "batch token"] | None, *, norms: bool
+        self, states: Float[Tensor, "*position dim"], rows: Bool[Tensor, "*position"] | None, *, norms: bool
     ) -> Float[Tensor, " quantity"]:
         """Return the norms and the ranks of hidden states; NaN for what is not asked for."""
         values = torch.full((4,), torch.nan, dtype=torch.float64, device=states.device)
@@ -297,7 +302,7 @@ def _check_states(output: Any, name: str) -> Tensor:
 
 
 def _norms(
-    states: Float[Tensor, "batch token dim"], rows: Bool[Tensor, "batch token"] | None
+    states: Float[Tensor, "*position dim"], rows: Bool[Tensor, "*position"] | None
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the root mean square of the states, and the mean length of their vectors."""
     dtype = torch.float64 if states.dtype == torch.float64 else torch.float32
