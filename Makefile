@@ -44,6 +44,7 @@ format: $(VENV)/developed
 
 reference: $(VENV)/developed
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_families.py
 
 benchmark: $(VENV)/developed
 	$(BIN)/python -m benchmarks

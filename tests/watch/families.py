@@ -51,7 +51,6 @@ class Family:
     model_class: str = ""
     weights: Sequence[str] = DEFAULT_WEIGHTS
     axes: str = "bh"
-    rows: str = "masks"  # "all" where a model changes the length of sequences, so that their masks do not fit
     learned_sinks: bool = False  # the weights of a row sum to less than one: the rest is on a learned sink
     not_seen: Sequence[str] = ()  # the layers that have no weights
     why: str = ""  # they have none
@@ -113,10 +112,10 @@ ENCODERS |= {
     "big_bird": Family(TEXT, weights=("softmaxes",)),
     "squeezebert": Family(TEXT, weights=("softmaxes",)),
     "esmc": Family(TEXT, {"num_key_value_heads": 4}),
-    "funnel": Family(TEXT, {"block_sizes": [1, 1], "block_repeats": [1, 1], "d_inner": 48}, "FunnelModel", rows="all"),
+    "funnel": Family(TEXT, {"block_sizes": [1, 1], "block_repeats": [1, 1], "d_inner": 48}, "FunnelModel"),
     "layoutlmv3": Family(TEXT, {"coordinate_size": 6, "shape_size": 4, "visual_embed": False}),
     "lilt": Family(TEXT, {"hidden_size": 48, "max_2d_position_embeddings": 64}, weights=("softmaxes",)),
-    "longformer": Family(TEXT, {"attention_window": 4}, rows="all"),
+    "longformer": Family(TEXT, {"attention_window": 4}),
     "openai_privacy_filter": Family(TEXT, learned_sinks=True),
     "roc_bert": Family(TEXT, {"pronunciation_vocab_size": 64, "shape_vocab_size": 64}),
     "xmod": Family(TEXT, {"languages": ["en"], "default_language": "en"}),
@@ -128,7 +127,7 @@ TEXT_TO_TEXT_MODELS = families(
 )
 TEXT_TO_TEXT_MODELS |= {
     "led": Family(TEXT_TO_TEXT, {"attention_window": 4}),
-    "longt5": Family(TEXT_TO_TEXT, {"local_radius": 2, "encoder_attention_type": "local"}, axes="bnh", rows="all"),
+    "longt5": Family(TEXT_TO_TEXT, {"local_radius": 2, "encoder_attention_type": "local"}, axes="bnh"),
     "prophetnet": Family(
         TEXT_TO_TEXT,
         weights=(
@@ -136,7 +135,6 @@ TEXT_TO_TEXT_MODELS |= {
             "decoder_attentions+decoder_ngram_attentions+softmax(cross_attentions)",
         ),
         axes="bnh",
-        rows="all",
     ),
     "udop": Family({**TEXT_TO_TEXT, "bbox": torch.rand(2, 9, 4, generator=torch.Generator().manual_seed(0))}),
 }
@@ -222,12 +220,11 @@ SEVERAL_INPUTS |= {
             **{"returns_to_go": normal(2, 5, 1), "timesteps": torch.arange(5)[None].repeat(2, 1)},
         }
     ),
-    "flava": Family(IMAGE_AND_TEXT, weights=("softmaxes",), rows="all"),
+    "flava": Family(IMAGE_AND_TEXT, weights=("softmaxes",)),
     "lxmert": Family(
         {**TEXT, "visual_feats": normal(2, 6, 8), "visual_pos": normal(2, 6, 4)},
         {"l_layers": 1, "x_layers": 1, "r_layers": 1, "visual_feat_dim": 8},
         weights=("softmaxes",),
-        rows="all",
     ),
     "patchtst": Family({"past_values": normal(2, 32, 1)}, {"context_length": 32, "patch_length": 4, "patch_stride": 4}),
     "perceiver": Family(
@@ -239,7 +236,7 @@ SEVERAL_INPUTS |= {
         weights=("cross_attentions", "attentions"),
     ),
     "time_series_transformer": Family(SERIES, FORECAST),
-    "vilt": Family(IMAGE_AND_TEXT, {"max_image_length": -1}, rows="all"),
+    "vilt": Family(IMAGE_AND_TEXT, {"max_image_length": -1}),
 }
 GROUPS = {
     "Decoders": DECODERS,
@@ -350,3 +347,12 @@ embedding_gemma2_text bigbird_pegasus blenderbot-small plbart mvp mbart nllb-moe
 altclip
 """
 COPIES = frozenset(COPIED_FAMILIES.split())
+FAMILIES_WITHOUT_SDPA = """
+big_bird bigbird_pegasus blip bloom canine codegen convbert cpmant cvt deberta deberta-v2 deepseek_v4 donut-swin
+flaubert flava flint fsmt funnel gemma2 git glpn gpt_neo gpt_neox_japanese gpt_oss gptj granite_swa granitemoe_swa
+hiera hy_v4 ibert imagegpt layoutlmv3 led lilt longformer longt5 luke lxmert markuplm megatron-bert mimo_v2_flash
+mpnet mpt mvp nllb-moe openai-gpt openai_privacy_filter perceiver prophetnet pvt pvt_v2 rembert roformer sew-d
+speech_to_text splinter squeezebert swinv2 switch_transformers t5gemma tapas time_series_transformer timesformer
+vaultgemma vilt visual_bert vitdet wavlm xglm xlm xlnet
+"""
+WITHOUT_SDPA = frozenset(FAMILIES_WITHOUT_SDPA.split())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,12 @@ import torch
 from joma.arguments import InputError
 from joma.watch import attention
 from joma.watch.recording import Recording
-from watch.families import COPIES, EXACT, PARTIAL, WITHOUT_WEIGHTS, Family
+from watch.families import COPIES, EXACT, PARTIAL, WITHOUT_SDPA, WITHOUT_WEIGHTS, Family
 from watch.family_weights import eager_entropies, run, token_rows
 from watch.tiny_configs import normal, tiny_model
 
 TOLERANCE = 1e-5  # nats
+DOCS = Path(__file__).parents[2] / "docs"
 ROWS_UNKNOWN = {  # families with layers of which the masks do not tell the padded rows
     "canine",  # attends to groups of characters
     "funnel",  # attends from pooled positions
@@ -31,7 +34,7 @@ def implementations(model: Any) -> list[str]:
 def watched(model: Any, family: Family) -> Recording:
     """Watch a pass of the model, whose output is the same bits as without the watcher."""
     before = run(model, family)[0]
-    with attention(model, reduce="none", rows=family.rows) as seen:
+    with attention(model, reduce="none") as seen:
         inside = run(model, family)[0]
     torch.testing.assert_close(inside, before, rtol=0, atol=0, equal_nan=True)
     return seen
@@ -63,6 +66,7 @@ def check_family(name: str) -> None:
     model = tiny_model(name, family.model_class, **family.changes)
     expected = eager_entropies(model, family)
     assert max(entropy[entropy.isfinite()].std() for entropy in expected) > 0.03, "uniform attention hides errors"
+    assert (name in WITHOUT_SDPA) == (not model._supports_sdpa)
     for implementation in implementations(model):
         model.set_attn_implementation(implementation)
         seen = watched(model, family)
@@ -72,9 +76,14 @@ def check_family(name: str) -> None:
 
 
 def test_the_table_names_its_families() -> None:
-    assert set(EXACT) >= COPIES
+    assert set(EXACT) >= COPIES | WITHOUT_SDPA
     assert len(EXACT) - len(COPIES) >= 60
     assert not set(EXACT) & (set(PARTIAL) | set(WITHOUT_WEIGHTS))
+
+
+def test_the_page_on_families_is_that_of_the_table() -> None:
+    page = runpy.run_path(str(DOCS / "make_families.py"))["page"]()
+    assert (DOCS / "families.md").read_text(encoding="utf-8") == page, "run `make reference`"
 
 
 @pytest.mark.parametrize("name", [name for name in EXACT if name not in COPIES])
