@@ -22,6 +22,7 @@ MANY_PARAMETERS = {
     "kernels/short_triton.py: _forward": TRITON,
     "kernels/short_triton.py: _load_biased": TRITON,
     "kernels/summary_triton.py: _insert": TRITON,
+    "kernels/summary_triton.py: _key_score": TRITON,
     "kernels/summary_triton.py: _search_kernel": TRITON,
     "kernels/summary_triton.py: _step": TRITON,
     "kernels/summary_triton.py: _sums_kernel": TRITON,

@@ -21,7 +21,8 @@ def test_every_precision_names_known_implementations_and_ends_with_one_that_take
 
 
 def test_the_first_that_fits_is_chosen_and_given_what_is_asked_for(monkeypatch):
-    def told(scores, top=0, *, distance=False):
+    def told(scores, top=0, *, distance=False, sink=None):
+        assert sink == 1
         return Rows(torch.full(scores.query.shape[:3], float(top)), None, distance=ONES[..., 0] * distance)
 
     ways = {
@@ -31,7 +32,7 @@ def test_the_first_that_fits_is_chosen_and_given_what_is_asked_for(monkeypatch):
     }
     monkeypatch.setattr(summary_choice, "IMPLEMENTATIONS", ways)
     monkeypatch.setattr(summary_choice, "ORDERS", {"highest": tuple(ways)})
-    rows = summary_sums(Scores(ONES, ONES, None, True, 1.0), "highest", 5, distance=True)
+    rows = summary_sums(Scores(ONES, ONES, None, True, 1.0), "highest", 5, distance=True, sink=1)
     assert rows.entropy.unique().tolist() == [5.0]
     assert rows.distance is not None
     assert rows.distance.unique().tolist() == [1.0]

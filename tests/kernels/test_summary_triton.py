@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from joma.kernels.entropy_scores import Scores, from_matrix
+from joma.kernels.entropy_scores import Scores, from_matrix, logit_matrix
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -14,7 +14,10 @@ def compare(scores: Scores, top: int, tolerance: float = 2e-5) -> None:
     """Compare every measure with that of the whole matrix in float64; a distance relative to the longest possible."""
     from joma.kernels.summary_triton import summary_sums
 
-    ours, exact = summary_sums(scores, "tf32x3", top, distance=True), from_matrix(scores, top)
+    sink = scores.key.shape[2] // 3
+    ours, exact = summary_sums(scores, "tf32x3", top, distance=True, sink=sink), from_matrix(scores, top)
+    weights = logit_matrix(scores).softmax(dim=-1)[..., sink]
+    torch.testing.assert_close(ours.sink_mass.double(), weights, rtol=0, atol=tolerance, equal_nan=True)
     length = max(scores.query.shape[2], scores.key.shape[2])
     for name in ("entropy", "largest", "log_sum", "largest_logit", "top_mass", "distance"):
         measured, true = getattr(ours, name).double(), getattr(exact, name)

@@ -73,6 +73,7 @@ class Rows(NamedTuple):
     top_mass: Float[Tensor, "batch head query"] | None = None  # the weight on the heaviest keys
     distance: Float[Tensor, "batch head query"] | None = None  # Σ_j p_ij |position of i − j|
     visible: Int[Tensor, "batch head query"] | None = None  # None also where `visible_keys` counts them
+    sink_mass: Float[Tensor, "batch head query"] | None = None  # the weight of one key; None also where it is left out
 
 
 def hidden(mask: Shaped[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:

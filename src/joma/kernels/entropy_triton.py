@@ -243,9 +243,7 @@ def tile_scores(
     products = tl.dot(query, key, input_precision=PRODUCTS)
     scores = products * numbers[0]
     if CAPPED:
-        ratio = scores / numbers[2]
-        shrink = tl.exp2(-2.8853900817779268 * tl.abs(ratio))  # exp(−2 |ratio|), of which tanh is a fraction
-        scores = tl.where(ratio < 0, -numbers[2], numbers[2]) * (1 - shrink) / (1 + shrink)
+        scores = capped(scores, numbers[2])
         products = scores
     if EDGE:
         seen = (columns < sizes.keys)[None, :] & (rows < sizes.queries)[:, None]
@@ -264,6 +262,14 @@ def tile_scores(
         scores = tl.where(seen, scores, -1e30)
         products = tl.where(seen, products, -1e30)
     return products, scores
+
+
+@jit
+def capped(scores, cap):
+    """Return cap · tanh(scores / cap)."""
+    ratio = scores / cap
+    shrink = tl.exp2(-2.8853900817779268 * tl.abs(ratio))  # exp(−2 |ratio|), of which tanh is a fraction
+    return tl.where(ratio < 0, -cap, cap) * (1 - shrink) / (1 + shrink)
 
 
 @jit

@@ -32,14 +32,16 @@ _GROUP = 8  # scores
 HIDDEN = -1e30  # the score of a hidden key: exp gives 0, and 0 times it is still 0, which −inf would make NaN
 
 
-def blocked(scores: Scores, top: int = 0, *, distance: bool = False) -> Rows:
+def blocked(scores: Scores, top: int = 0, *, distance: bool = False, sink: int | None = None) -> Rows:
     """Return the measures of each row, for any mask, bias, shape and device, in float32 or float64.
 
     Args:
         scores: whose softmax is measured.
         top: of how many heaviest keys the weight is returned; 0 for none, which costs nothing.
         distance: whether the mean distance is returned.
+        sink: a key whose weight may be returned; here it is left to `chosen_scores`.
     """
+    del sink
     (batch, heads, queries, _), keys, tile = scores.query.shape, scores.key.shape[2], block_size(scores)
     size = BlockSize(tile.scores, min(queries, tile.queries), min(keys, tile.keys))
     options = {"dtype": scores.dtype, "device": scores.query.device}

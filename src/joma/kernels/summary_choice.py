@@ -13,8 +13,11 @@ from joma.kernels.summary_blocks import blocked
 class SummarySums(Protocol):
     """A function that returns all of `Rows`, except the weight of the top keys for `top` 0 and unwanted distances."""
 
-    def __call__(self, scores: Scores, top: int = 0, *, distance: bool = False) -> Rows:
-        """Return the measures of each row; `visible` may be None where `visible_keys` counts the same keys."""
+    def __call__(self, scores: Scores, top: int = 0, *, distance: bool = False, sink: int | None = None) -> Rows:
+        """Return the measures of each row.
+
+        `visible` may be None where `visible_keys` counts the same keys, and the weight of `sink` may be left out.
+        """
         ...
 
 
@@ -25,18 +28,18 @@ class Implementation(NamedTuple):
     fits: Callable[[Scores], bool]
 
 
-def exact(scores: Scores, top: int = 0, *, distance: bool = False) -> Rows:
+def exact(scores: Scores, top: int = 0, *, distance: bool = False, sink: int | None = None) -> Rows:
     """Return the rows from our Triton kernels: half-precision products are exact, float32 ones within 1e-6."""
     from joma.kernels import summary_triton  # triton comes with PyTorch for CUDA only
 
-    return summary_triton.summary_sums(scores, "tf32x3", top, distance=distance)
+    return summary_triton.summary_sums(scores, "tf32x3", top, distance=distance, sink=sink)
 
 
-def rounded(scores: Scores, top: int = 0, *, distance: bool = False) -> Rows:
+def rounded(scores: Scores, top: int = 0, *, distance: bool = False, sink: int | None = None) -> Rows:
     """Return the rows from our Triton kernels with float32 products rounded to TF32."""
     from joma.kernels import summary_triton
 
-    return summary_triton.summary_sums(scores, "tf32", top, distance=distance)
+    return summary_triton.summary_sums(scores, "tf32", top, distance=distance, sink=sink)
 
 
 def fits_triton(scores: Scores) -> bool:
@@ -53,7 +56,9 @@ IMPLEMENTATIONS = {
 ORDERS = {"highest": ("exact", "blocked"), "high": ("rounded", "blocked")}
 
 
-def summary_sums(scores: Scores, precision: str, top: int = 0, *, distance: bool = False) -> Rows:
+def summary_sums(
+    scores: Scores, precision: str, top: int = 0, *, distance: bool = False, sink: int | None = None
+) -> Rows:
     """Return the measures of each row by the first implementation that supports the scores.
 
     >>> import torch
@@ -63,4 +68,4 @@ def summary_sums(scores: Scores, precision: str, top: int = 0, *, distance: bool
     """
     candidates = (IMPLEMENTATIONS[name] for name in ORDERS[precision])
     implementation = next(candidate for candidate in candidates if candidate.fits(scores))
-    return implementation.rows(scores, top, distance=distance)
+    return implementation.rows(scores, top, distance=distance, sink=sink)

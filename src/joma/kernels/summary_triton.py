@@ -19,11 +19,21 @@ import triton
 import triton.language as tl
 
 from joma.kernels.entropy_scores import Rows, Scores
-from joma.kernels.entropy_triton import Operand, Sizes, Tile, largest_score, mask_operand, query_block, tile_scores
+from joma.kernels.entropy_triton import (
+    Operand,
+    Sizes,
+    Tile,
+    capped,
+    largest_score,
+    mask_operand,
+    query_block,
+    tile_scores,
+)
 from joma.kernels.gpu import jit
 
 _LOG2E = 1 / math.log(2)
 _ROTATION = 17  # of the keys of a block, times its number, when rows are computed again
+_FEW = 8  # up to so many weights one block in fifty has an unsure row: to search at once takes less time
 
 
 def default_tile(dtype: torch.dtype, dim: int) -> Tile:
@@ -34,14 +44,20 @@ def default_tile(dtype: torch.dtype, dim: int) -> Tile:
 
 
 def summary_sums(
-    scores: Scores, products: str, top: int = 0, *, distance: bool = False, tile: Tile | None = None
+    scores: Scores,
+    products: str,
+    top: int = 0,
+    *,
+    distance: bool = False,
+    sink: int | None = None,
+    tile: Tile | None = None,
 ) -> Rows:
     """Return the measures of each row; float32 products are "tf32", "tf32x3" or "ieee", `top` is 0 or 1 to 16."""
     query, key = scores.query, scores.key
     batch, heads, queries, dim = query.shape
     keys = key.shape[2]
     tile = tile or default_tile(query.dtype, dim)
-    results = torch.empty(6, batch, heads, queries, dtype=torch.float32, device=query.device)
+    results = torch.empty(7, batch, heads, queries, dtype=torch.float32, device=query.device)
     softcap = scores.softcap or 0.0
     unsure = torch.empty(batch * heads * queries if top > 1 else 1, dtype=torch.int8, device=query.device)
     if scores.scale < 0:  # the kernel takes the largest score before it scales
@@ -55,7 +71,7 @@ def summary_sums(
         key.mean(dim=2) if centred else key,
         results.unbind(),
         Sizes(heads, scores.group, queries, keys),
-        (abs(scores.scale) * _LOG2E, mask.least, softcap * _LOG2E, scores.offset),
+        (abs(scores.scale) * _LOG2E, mask.least, softcap * _LOG2E, scores.offset, sink or 0),
     )
     constants = {
         **{"DIM": dim, "WIDTH": max(16, triton.next_power_of_2(dim)), "QUERIES": tile.queries, "KEYS": tile.keys},
@@ -64,14 +80,16 @@ def summary_sums(
     }
     grid = (triton.cdiv(queries, tile.queries) * batch * heads,)
     with nullcontext() if query.device.index == torch.cuda.current_device() else torch.cuda.device(query.device):
-        _sums_kernel[grid](*operands, DISTANCE=distance, **constants)
+        _sums_kernel[grid](*operands, DISTANCE=distance, SINK=sink is not None, **constants)
         if top > 1:
             _top_kernel[grid](*operands, unsure, TOP=top, ROTATION=0, **constants)
-            _top_kernel[grid](*operands, unsure, TOP=top, ROTATION=_ROTATION, **constants)
+            if top > _FEW:
+                _top_kernel[grid](*operands, unsure, TOP=top, ROTATION=_ROTATION, **constants)
             _search_kernel[grid](*operands, unsure, TOP=top, **constants)
-    entropy, largest, log_sum, largest_logit, far, mass = results
+    entropy, largest, log_sum, largest_logit, far, mass, first = results
     mass = None if top == 0 else largest if top == 1 else mass
-    return Rows(entropy, largest, log_sum, largest_logit, mass, far if distance else None)
+    rows = Rows(entropy, largest, log_sum, largest_logit, mass, far if distance else None)
+    return rows if sink is None else rows._replace(sink_mass=first)
 
 
 @jit
@@ -80,9 +98,9 @@ def _sums_kernel(
     key,  # Operand
     mask,  # Operand
     mean_ptr,
-    results,  # pointers to entropy, largest weight, log sum, largest logit, distance and top mass
+    results,  # pointers to entropy, largest weight, log sum, largest logit, distance, top mass and the sink's weight
     sizes,  # Sizes
-    numbers,  # scale, the bias that hides a key, the cap, and the number of keys before the first query
+    numbers,  # scale, the bias that hides a key, the cap, the number of keys before the first query, and the sink
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -93,6 +111,7 @@ def _sums_kernel(
     PRODUCTS: tl.constexpr,
     CAPPED: tl.constexpr,
     DISTANCE: tl.constexpr,
+    SINK: tl.constexpr,
 ):
     """Compute everything but the top mass, for one block of queries of one head."""
     tile, pointers, strides, ends, row_offsets = query_block(
@@ -113,6 +132,11 @@ def _sums_kernel(
             DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, CAPPED, DISTANCE, True,
         )  # fmt: skip
     peak, z, a, far = sums
+    if SINK:
+        score = _key_score(tile, pointers, strides, sizes, numbers, DIM, CAUSAL, CENTRED, MASKED, CAPPED)
+        weight = tl.exp2(tl.minimum(score - peak, 0.0)) / z
+        weight = tl.where(peak > -5e29, tl.where(weight > 1, 1.0, weight), float("nan"))
+        tl.store(results[6] + row_offsets, weight, mask=rows < sizes.queries)
     if CENTRED:  # the mean key was subtracted from all keys
         offset = tl.sum(queries * mean[None, :], 1) * numbers[0]
         peak = tl.where(peak > -5e29, peak + offset, peak)
@@ -125,9 +149,9 @@ def _top_kernel(
     key,  # Operand
     mask,  # Operand
     mean_ptr,
-    results,  # pointers to entropy, largest weight, log sum, largest logit, distance and top mass
+    results,  # pointers to entropy, largest weight, log sum, largest logit, distance, top mass and the sink's weight
     sizes,  # Sizes
-    numbers,  # scale, the bias that hides a key, the cap, and the number of keys before the first query
+    numbers,  # scale, the bias that hides a key, the cap, the number of keys before the first query, and the sink
     unsure_ptr,  # whether a row is to be computed again
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -280,6 +304,43 @@ def _search_kernel(
         missing -= taken
         last = largest
     _store_mass(results, row_offsets, within, heavy)
+
+
+@jit
+def _key_score(
+    tile,
+    pointers,
+    strides,
+    sizes,
+    numbers,
+    DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CENTRED: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Return the score of each query with the sink, −1e30 where it is hidden."""
+    queries, mean, rows, dims = tile
+    sink = numbers[4]
+    key = tl.load(pointers[0] + sink * strides[0][2] + dims * strides[0][3], mask=dims < DIM, other=0.0).to(tl.float32)
+    if CENTRED:
+        key = key - mean
+    score = tl.sum(queries.to(tl.float32) * key[None, :], 1) * numbers[0]
+    if CAPPED:
+        score = capped(score, numbers[2])
+    seen = rows >= 0
+    if CAUSAL:
+        seen = rows >= sink
+    if MASKED != 0:
+        entry_ptr = pointers[1] + rows.to(tl.int64) * strides[1][2] + sink * strides[1][3]
+        inside = seen & (rows < sizes.queries)
+        if MASKED == 1:
+            seen = inside & (tl.load(entry_ptr, mask=inside, other=0) != 0)
+        else:
+            bias = tl.load(entry_ptr, mask=inside, other=0.0).to(tl.float32)
+            seen = inside & (bias > numbers[1])
+            score += bias * 1.4426950408889634
+    return tl.where(seen, score, -1e30)
 
 
 @jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from joma.arguments import InputError, choice, described, distinct, sequence, whole
 from joma.kernels.entropy_blocks import visible_keys
 from joma.kernels.entropy_choice import PRECISIONS, entropy_rows
-from joma.kernels.entropy_scores import Rows
+from joma.kernels.entropy_scores import Rows, Scores
 from joma.kernels.summary_blocks import chosen_scores
 from joma.kernels.summary_choice import summary_sums
 from joma.probes.attention_call import AttentionCall, Batches, batches, names_as_given, nth, one_name
@@ -225,7 +226,8 @@ def summary_rows(
         parts = [entropy_rows(scores, PRECISIONS[precision], largest=largest) for scores in split.scores]
     else:
         top, distance = top if "top_mass" in wanted else 0, "distance" in wanted
-        parts = [summary_sums(scores, precision, top, distance=distance) for scores in split.scores]
+        sink = chosen[0] if isinstance(chosen, list) and len(chosen) == 1 else None
+        parts = [summary_sums(scores, precision, top, distance=distance, sink=sink) for scores in split.scores]
     rows = {
         "entropy": [part.entropy for part in parts],
         "largest_weight": [part.largest for part in parts],
@@ -248,12 +250,27 @@ def summary_rows(
 
 def _relative_entropy(entropy: Tensor, split: Batches, parts: list[Rows]) -> Tensor:
     """Return entropy over the logarithm of the number of visible keys; a sink logit is one more key."""
+    if split.sink_logits is None and split.scores and split.scores[0].mask is None and parts[0].visible is None:
+        scores = split.scores[0]
+        lengths = scores.query.shape[2], scores.key.shape[2]
+        return entropy / _log_lengths(lengths, scores.causal, entropy.dtype, entropy.device)
     counts = [
         visible_keys(scores) if part.visible is None else part.visible
         for scores, part in zip(split.scores, parts, strict=True)
     ]
-    visible = split.join(counts) + (split.sink_logits is not None)
-    return entropy / visible.to(entropy.dtype).log().masked_fill(visible <= 1, torch.nan)
+    return entropy / _log_visible(split.join(counts) + (split.sink_logits is not None), entropy.dtype)
+
+
+def _log_visible(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the largest possible entropy of each row; NaN, not 0, for a row that sees one key."""
+    return visible.to(dtype).log().masked_fill(visible <= 1, torch.nan)
+
+
+@lru_cache(maxsize=8)
+def _log_lengths(lengths: tuple[int, int], causal: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the same by query alone, for scores without a mask: equal in all layers of a model."""
+    query, key = (torch.zeros((), device=device).expand(1, 1, length, 1) for length in lengths)
+    return _log_visible(visible_keys(Scores(query, key, None, causal, 1.0))[0, 0], dtype)
 
 
 def _add_sink_logits(rows: dict[str, Tensor], split: Batches, parts: list[Rows]) -> None:
@@ -306,6 +323,9 @@ def _sink_mass(split: Batches, parts: list[Rows], sinks: list[int] | _RowSinks) 
     """Return the weight of the sinks; of each, rounding may give no more than the largest weight."""
     masses = []
     for n, (scores, part) in enumerate(zip(split.scores, parts, strict=True)):
+        if part.sink_mass is not None:
+            masses.append(part.sink_mass)
+            continue
         keys = sinks if isinstance(sinks, list) else [nth(sinks.keys[..., None], n)[..., 0]]
         log_sum, largest = cast(Tensor, part.log_sum), cast(Tensor, part.largest)
         weights = [torch.minimum((chosen_scores(scores, key) - log_sum).exp(), largest) for key in keys]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from torch import nn
@@ -72,7 +73,12 @@ def attention_kind(module: nn.Module) -> Kind | None:
     >>> attention_kind(nn.Linear(4, 2)) is None
     True
     """
-    name = type(module).__name__
+    return _kind_of_class(type(module).__name__)
+
+
+@cache
+def _kind_of_class(name: str) -> Kind | None:
+    """Return the kind by the name of a class; a model has many modules of few classes."""
     if _NOT_ATTENTION.search(name):
         return None
     return next((kind for kind in KINDS if kind.pattern.search(name)), None)
@@ -88,11 +94,14 @@ def unseen_reason(module: nn.Module, kind: Kind) -> str:
 
 def never_recorded(modules: Iterable[nn.Module]) -> str | None:
     """Return why attention inside these modules is not measured even where it takes a softmax, or None if it is."""
-    for module in modules:
-        for kind in KINDS[:NEVER_RECORDED]:
-            if kind.pattern.search(type(module).__name__):
-                return f"{type(module).__name__} {kind.reason}"
-    return None
+    return next((reason for module in modules if (reason := _refusal(type(module).__name__)) is not None), None)
+
+
+@cache
+def _refusal(name: str) -> str | None:
+    """Return why a class of this name is never recorded."""
+    kind = next((kind for kind in KINDS[:NEVER_RECORDED] if kind.pattern.search(name)), None)
+    return None if kind is None else f"{name} {kind.reason}"
 
 
 def describe(not_seen: Mapping[str, str]) -> str:
