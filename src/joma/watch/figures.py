@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
@@ -19,6 +20,7 @@ SHOWN = 4  # layers or weights drawn as curves, evenly spaced: more bands hide e
 MAX_TICKS = 12
 MAX_TOKENS = 40  # labels on an axis of a map
 MAX_LABEL = 18  # characters
+MAX_SHORT, MAX_NAME = 6, 28  # characters of a layer's name, in titles and beside a heat map
 LOGARITHMIC = 64  # a training longer than this many of its first intervals is drawn on a logarithmic axis
 MISSING = "□"
 
@@ -59,7 +61,7 @@ def draw_recording(data: xr.Dataset) -> Figure:
     panels: list[Callable[[Axes, xr.Dataset], None]] = [_draw_heads] if main_measure(data) != "sink_mass" else []
     panels += [_draw_sinks] if "sink_mass" in data else []
     height = 2.6 if data.sizes["head"] == 1 else min(5.2, max(2.6, 1.1 + 0.16 * data.sizes["layer"]))
-    return _draw(data, panels, height=height)
+    return _draw(data, panels, height=height, beside=max(map(len, Layers.of(data).long), default=0))
 
 
 def draw_trajectory(data: xr.Dataset) -> Figure:
@@ -75,14 +77,38 @@ def draw_trajectory(data: xr.Dataset) -> Figure:
     return _draw(data, panels, height=2.9)
 
 
-def _draw(data: xr.Dataset, panels: Sequence[Callable[[Axes, xr.Dataset], None]], *, height: float) -> Figure:
+def _draw(
+    data: xr.Dataset, panels: Sequence[Callable[[Axes, xr.Dataset], None]], *, height: float, beside: int = 0
+) -> Figure:
+    """Draw the panels in a row; `beside` is the number of characters of the longest name beside them."""
     with style():
-        figure, axes = canvas(1, len(panels), width=3.9, height=height)
+        figure, axes = canvas(1, len(panels), width=3.9 + 0.08 * beside / len(panels), height=height)
         for axis, draw_panel in zip(axes[0], panels, strict=True):
             draw_panel(axis, data)
         if len(panels) > 1:
             letters(axes)
     return figure
+
+
+class Layers(NamedTuple):
+    """The labels of layers: short ones, which are their numbers where names are long, and those with their names."""
+
+    short: list[str]
+    long: list[str]
+
+    @classmethod
+    def of(cls, data: xr.Dataset) -> Layers:
+        """Return the labels of the layers of a Dataset."""
+        names = short_names([printable(name) for name in data.layer.values])
+        if max(map(len, names), default=0) <= MAX_SHORT:
+            return cls(names, names)
+        numbers = [str(number) for number in range(len(names))]
+        return cls(numbers, [f"{number}: {_end(name)}" for number, name in zip(numbers, names, strict=True)])
+
+
+def _end(name: str) -> str:
+    """Return the end of a long name, which tells layers apart."""
+    return _label(name if len(name) <= MAX_NAME else f"…{name[-MAX_NAME + 1 :]}", MAX_NAME)
 
 
 def _ticks(count: int) -> list[int]:
@@ -93,10 +119,10 @@ def _ticks(count: int) -> list[int]:
 def _draw_heads(axes: Axes, data: xr.Dataset) -> None:
     measure = data[main_measure(data)]
     values, label = by_layer_and_head(measure), quantity(measure)
-    names = short_names([str(name) for name in data.layer.values])
-    title = _least_head(values, names, label)
+    layers = Layers.of(data)
+    title = _least_head(values, layers.short, label)
     if values.sizes["head"] == 1:  # a heat map of one column says less than points
-        _draw_by_layer(axes, values, names)
+        _draw_by_layer(axes, values, layers)
         axes.set(ylabel=label, title=title)
         return
     image = axes.imshow(values.values, cmap="viridis", aspect="auto", interpolation="nearest")
@@ -104,7 +130,7 @@ def _draw_heads(axes: Axes, data: xr.Dataset) -> None:
     axes.grid(visible=False)
     axes.set(xlabel="head", ylabel="layer", title=title)
     axes.set_xticks(_ticks(values.sizes["head"]))
-    _label_layers(axes, names)
+    _label_layers(axes, layers)
     axes.figure.colorbar(image, ax=axes, label=label)
 
 
@@ -117,41 +143,39 @@ def _least_head(by_head: xr.DataArray, names: Sequence[str], label: str) -> str:
     if greatest - least < 0.005:
         return f"All heads: {least:.2f}{unit}"
     layer, head = divmod(int(np.nanargmin(values)), values.shape[1])
-    return f"Least: layer {_label(names[layer])}, head {head} ({least:.2f}{unit})"
+    return f"Least: layer {names[layer]}, head {head} ({least:.2f}{unit})"
 
 
-def _label_layers(axes: Axes, names: Sequence[str], *, along_x: bool = False) -> None:
-    """Label the layers by their short names, as many as there is room for."""
-    shown = _ticks(len(names))
-    labels = [_label(names[index]) for index in shown]
+def _label_layers(axes: Axes, layers: Layers, *, along_x: bool = False) -> None:
+    """Label the layers, as many as there is room for."""
+    shown = _ticks(len(layers.short))
     if along_x:
-        steep = max(map(len, labels)) > 3
-        axes.set_xticks(shown, labels, parse_math=False, rotation=90 if steep else 0)
+        axes.set_xticks(shown, [layers.short[index] for index in shown], parse_math=False)
     else:
-        axes.set_yticks(shown, labels, parse_math=False)
+        axes.set_yticks(shown, [layers.long[index] for index in shown], parse_math=False)
 
 
-def _draw_by_layer(axes: Axes, values: xr.DataArray, names: Sequence[str]) -> None:
+def _draw_by_layer(axes: Axes, values: xr.DataArray, layers: Layers) -> None:
     """Draw the mean over heads by layer, and the least and the greatest head: as bars, or as a band for many layers."""
-    layers, heads = np.arange(len(names)), values.sizes["head"]
-    if len(names) <= 2 * MAX_TICKS:
-        measured(axes, layers, values, over="head", linestyle="-", linewidth=0.8)
+    numbers, heads = np.arange(len(layers.short)), values.sizes["head"]
+    if len(numbers) <= 2 * MAX_TICKS:
+        measured(axes, numbers, values, over="head", linestyle="-", linewidth=0.8)
     else:
-        band(axes, layers, values, over="head")
-    _label_layers(axes, names, along_x=True)
+        band(axes, numbers, values, over="head")
+    _label_layers(axes, layers, along_x=True)
     axes.set_xlabel("layer" if heads == 1 else "layer (mean, least and greatest head)")
-    axes.margins(x=max(0.03, 0.3 / len(names)))
+    axes.margins(x=max(0.03, 0.3 / len(numbers)))
 
 
 def _draw_sinks(axes: Axes, data: xr.Dataset) -> None:
     sinks = by_layer_and_head(data.sink_mass)
-    names = short_names([str(name) for name in data.layer.values])
-    _draw_by_layer(axes, sinks, names)
+    layers = Layers.of(data)
+    _draw_by_layer(axes, sinks, layers)
     mean = sinks.mean("head")
     title = "No finite value"
     if mean.notnull().any():
         layer = int(np.nanargmax(mean.values))
-        title = f"Most on sinks: layer {_label(names[layer])} ({float(mean[layer]):.0%})"
+        title = f"Most on sinks: layer {layers.short[layer]} ({float(mean[layer]):.0%})"
     axes.set(ylabel=quantity(data.sink_mass), title=title, ylim=(0, 1.06 * axes.get_ylim()[1]))
 
 
@@ -164,7 +188,7 @@ def _draw_sinks_over_steps(axes: Axes, data: xr.Dataset) -> None:
 
 
 def _draw_ranks_over_steps(axes: Axes, data: xr.Dataset) -> None:
-    names = short_names([str(name) for name in data.weight.values])
+    names = short_names([printable(name) for name in data.weight.values])
     for index, weight in enumerate(evenly_spaced(len(names), SHOWN)):
         appearance = {**series(index), "marker": marker(index)["marker"], "markerfacecolor": "white"}
         axes.plot(
@@ -176,11 +200,11 @@ def _draw_ranks_over_steps(axes: Axes, data: xr.Dataset) -> None:
 
 def _draw_layers_over_steps(axes: Axes, data: xr.Dataset, variable: xr.DataArray) -> None:
     """Draw the mean over heads as a line, and a band from the least to the greatest head, for a few layers."""
-    names = short_names([str(name) for name in data.layer.values])
+    names = short_names([printable(name) for name in data.layer.values])
     for index, layer in enumerate(evenly_spaced(len(names), SHOWN)):
         curve = variable.isel(layer=layer).transpose("step", "head")
         draw = band if data.sizes["step"] > 1 else measured
-        draw(axes, _steps(data), curve, index, f"layer {_label(names[layer])}", over="head")
+        draw(axes, _steps(data), curve, index, f"layer {_end(names[layer])}", over="head")
     _finish_over_steps(axes, data)
     name, _, unit = quantity(variable).partition(" / ")
     axes.set(ylabel=quantity(variable), title=_course(name.capitalize(), variable.mean(("layer", "head")), unit))
@@ -239,14 +263,21 @@ def draw_map(weights: xr.DataArray) -> Figure:
         image = panel.imshow(weights.values, cmap="viridis", aspect="auto", interpolation="nearest", vmin=0)
         panel.set_facecolor("lightgrey")  # rows of queries that see no key
         panel.grid(visible=False)
-        shown = evenly_spaced(keys, MAX_TOKENS)
-        panel.set_xticks(shown, _token_labels(weights, "key", shown), parse_math=False, rotation=90)
-        shown = evenly_spaced(queries, MAX_TOKENS)
+        shown = _token_ticks(weights, "key")
+        steep = 90 if "key_token" in weights.coords else 0
+        panel.set_xticks(shown, _token_labels(weights, "key", shown), parse_math=False, rotation=steep)
+        shown = _token_ticks(weights, "query")
         panel.set_yticks(shown, _token_labels(weights, "query", shown), parse_math=False)
         panel.set(xlabel="key", ylabel="query")
         panel.set_title(_concentration(weights), parse_math=False)
         figure.colorbar(image, ax=panel, label="attention weight")
     return figure
+
+
+def _token_ticks(weights: xr.DataArray, axis: str) -> list[int]:
+    """Return which positions are labelled: tokens as many as can be read, numbers in equal intervals."""
+    count = weights.sizes[axis]
+    return evenly_spaced(count, MAX_TOKENS) if f"{axis}_token" in weights.coords else _ticks(count)
 
 
 def _token_labels(weights: xr.DataArray, axis: str, shown: Sequence[int]) -> list[str]:
@@ -273,10 +304,10 @@ def _concentration(weights: xr.DataArray) -> str:
     return f"{where}:\n{by_key[key]:.0%} of the weight on key {int(seen['key'][key])}{token}"
 
 
-def _label(text: str) -> str:
+def _label(text: str, most: int = MAX_LABEL) -> str:
     """Return a label of few characters, each of which the font of the figures has."""
     text = printable(text)
-    text = text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL // 2]}…{text[-MAX_LABEL // 2 + 1 :]}"
+    text = text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 + 1 :]}"
     glyphs = _glyphs()
     return "".join(char if ord(char) in glyphs else MISSING for char in text)
 
