@@ -354,6 +354,7 @@ Q = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
     [
         ({"sinks": 6}, "sinks", r"in \[-6, 5\], got 6"),
         ({"sinks": (0, -7)}, "sinks", r"in \[-6, 5\], got -7"),
+        ({"sinks": ()}, "sinks", "at least one key number"),
         ({"sinks": 0.5}, "sinks", "got 0.5"),
         ({"sinks": torch.full((6,), 6)}, "sinks", r"in \[-6, 5\], got 6"),
         ({"sinks": torch.zeros(6)}, "sinks", "whole numbers, got torch.float32"),

@@ -301,6 +301,8 @@ def _sink_keys(sinks: Any, split: Batches) -> list[int] | _RowSinks:
         return []
     if not isinstance(sinks, Tensor) or sinks.ndim == 0:
         items = sequence("sinks", sinks, "key numbers") if isinstance(sinks, list | tuple) else [sinks]
+        if not items:
+            raise InputError("sinks", "at least one key number", "none", "leave `sink_mass` out of the measures")
         numbers = [whole("sinks", item, low=-keys, high=keys - 1) % keys for item in items]
         return list(dict.fromkeys(numbers))
     remedy = f"give key numbers from {-keys} to {keys - 1}, one for each row"
