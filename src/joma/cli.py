@@ -171,7 +171,7 @@ class VerifyCommand:
 
 @dataclass(frozen=True)
 class ProbeCommand:
-    """Audit and measure a model or a series of checkpoints: attention entropy, stable rank, orthogonality, bounce.
+    """Audit and measure a model or a series of checkpoints: attention, stable rank, orthogonality; write a page.
 
     Exit code 1 means that a checkpoint was left out or could not be measured.
     """
@@ -185,7 +185,7 @@ class ProbeCommand:
     base: Annotated[str | None, arg(metavar="MODEL")] = None
     """Base model of LoRA adapters, a folder or a repository; if not given, the folder that the adapters name."""
     measures: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("entropy", "sink_mass")
-    """Measures of attention besides the entropy: effective_tokens, relative_entropy, largest_weight, top_mass, \
+    """Measures of attention besides the entropy: effective_tokens, relative_entropy, largest_weight, top_mass,
     sink_mass, distance, largest_logit."""
     text: Annotated[Path | None, arg(metavar="FILE")] = None
     """Text to run the models on; the beginning of the embedded corpus if not given."""

@@ -141,6 +141,7 @@ def test_one_model_without_faults(tmp_path):
     assert ["0", "token embeddings", "0.25"] in page.rows
 
 
+@pytest.mark.usefixtures("blank")
 @pytest.mark.parametrize(
     ("variable", "headings"),
     [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fake_hub import REPOSITORY, serve
 from joma.arguments import InputError
 from joma.watch import Checkpoints, configs
 from joma.watch.adapters import LoraConfig
@@ -151,6 +152,26 @@ def test_a_base_that_is_not_at_hand_is_asked_for(tmp_path):
     for base, problem in ((tmp_path / "adapter", "an adapter"), (tmp_path / "empty", "without a model")):
         with pytest.raises(InputError, match=rf"`base` must be a full model, got .*{problem}"):
             Checkpoints(tmp_path / "adapter", base=base)[0].names()
+
+
+def test_base_and_adapters_on_the_hub(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    save_base(neox, tmp_path / "hub" / "main")
+    expected = save_adapter(tmp_path / "hub" / "main", tmp_path / "hub" / "step7", target_modules=["dense"])
+    name = "gpt_neox.layers.0.attention.dense.weight"
+    with serve(tmp_path / "hub") as hub:
+        places = [(REPOSITORY, tmp_path / "hub" / "main"), (tmp_path / "hub" / "step7", REPOSITORY)]
+        for source, base in places:
+            revisions = ["step7"] if source == REPOSITORY else None
+            series = Checkpoints(source, base=base, revisions=revisions, endpoint=hub.endpoint)
+            torch.testing.assert_close(series[0].tensor(name), expected[name], rtol=0, atol=1e-6)
+            assert series.bases == (str(base),)
+        result = probe(series, text=TEXT)
+    assert result.audit.faults == ()
+    assert result.data.entropy.notnull().all()
+    assert result.data.attrs["base"] == REPOSITORY
 
 
 def test_a_path_beside_the_adapter_is_its_base(tmp_path):

@@ -42,8 +42,10 @@ def load(checkpoint: LazyCheckpoint, config: Any) -> nn.Module:
     skeleton = build_skeleton(checkpoint, config)
     with quiet():
         folder = checkpoint.folder()
+    # The base of an adapter may be on the hub, and is read tensor by tensor; all other files are local by now.
+    state = dict(_read_weights(checkpoint, folder)) if checkpoint.is_adapter else {}
     with loading_errors(checkpoint.name):
-        state = dict(_read_weights(checkpoint, folder))
+        state = state or dict(_read_weights(checkpoint, folder))
         options = {"config": copy.deepcopy(config), "state_dict": state, "output_loading_info": True}
         model, info = type(skeleton).from_pretrained(None, **options)
     kind = f"all weights of the {type(model).__name__} that its config.json describes"
