@@ -42,3 +42,17 @@ def test_weights_of_one_shape_are_measured_together_and_in_their_order(
         expected.append(float(squares.sum() / squares.max()))
     np.testing.assert_allclose(stable_ranks(model, names), expected, rtol=2e-3)
     assert stable_ranks(model, ()).shape == (0,)
+
+
+def test_the_parts_of_names_that_wrappers_add_are_left_out() -> None:
+    model = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"layer": nn.Linear(3, 4)})})
+    assert select_weights(model, True) == ("layer.weight",)
+    assert stable_ranks(model, ("layer.weight",)).shape == (1,)
+
+
+def test_flat_parameters_are_not_measured_and_this_is_said() -> None:
+    class FullyShardedDataParallel(nn.Module):
+        """A module of the wrapper's name."""
+
+    with pytest.warns(UserWarning, match=r"stable ranks are not measured: FSDP1 .*; use `fully_shard`"):
+        assert select_weights(nn.Sequential(FullyShardedDataParallel(), nn.Linear(2, 2)), True) == ()

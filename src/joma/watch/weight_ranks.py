@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError
 from joma.probes.rank import stable_rank
-from joma.watch.distributed import Processes, full_weight, is_sharded
+from joma.watch.blocks import WRAPPERS
+from joma.watch.distributed import Processes, full_weight, is_fsdp_wrapper, is_sharded
 
 MAX_STACKED = 2**24  # elements that are copied at once to measure weights of the same shape together
 LOWER_MATRIX = (  # of an MLP, in GPT-NeoX, OPT, torch, Llama, Phi, GPT-2, BERT and ViT, OLMo, DistilBERT, T5
@@ -24,7 +26,11 @@ def select_weights(model: nn.Module, ranks: bool | str) -> tuple[str, ...]:
     """Return the names of the weights whose stable rank is to be measured."""
     if ranks is False:
         return ()
-    matrices = {name: id(weight) for name, weight in model.named_parameters() if weight.ndim == 2}
+    matrices = {name: id(weight) for name, weight in _parameters(model).items() if weight.ndim == 2}
+    if any(map(is_fsdp_wrapper, model.modules())):
+        remedy = "use `fully_shard` (FSDP2), or `ranks=False`"
+        warnings.warn(f"stable ranks are not measured: FSDP1 keeps weights in flat parameters; {remedy}.", stacklevel=4)
+        return ()
     selected = tuple(name for name in matrices if re.search(LOWER_MATRIX if ranks is True else ranks, name))
     if selected:
         return selected
@@ -36,6 +42,12 @@ def select_weights(model: nn.Module, ranks: bool | str) -> tuple[str, ...]:
     raise InputError("ranks", "a pattern that matches the name of a matrix", repr(ranks), remedy)
 
 
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name, without the parts that wrappers such as `torch.compile` add."""
+    named = model.named_parameters()
+    return {".".join(part for part in name.split(".") if part not in WRAPPERS): weight for name, weight in named}
+
+
 def stable_ranks(
     model: nn.Module, names: tuple[str, ...], processes: Processes | None = None
 ) -> Float[np.ndarray, " weight"]:
@@ -45,11 +57,12 @@ def stable_ranks(
     """
     processes = processes or Processes()
     ranks, whole = np.zeros(len(names)), {}
+    parameters = _parameters(model) if names else {}
     with processes.together():
         failure: Exception | None = None
         for index, name in enumerate(names):
             mine = index % processes.count == processes.rank
-            parameter = model.get_parameter(name)
+            parameter = parameters[name]
             if not is_sharded(parameter):
                 whole |= {index: parameter.detach()} if mine else {}
                 continue
