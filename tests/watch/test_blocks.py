@@ -141,6 +141,16 @@ def test_wrappers_leave_no_trace_in_names():
     assert list(named_modules(Named(module=Block())))[1] == "module"  # a user's own name stays
 
 
+def test_a_model_with_adapters_has_the_names_of_its_base():
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_models.neox()
+    names = list(find_blocks(base))
+    adapted = get_peft_model(base, LoraConfig(target_modules=["query_key_value"], r=2))
+    assert list(find_blocks(adapted)) == names
+    assert list(find_blocks(nn.DataParallel(adapted))) == names
+
+
 def test_a_pattern_names_the_blocks():
     model = tiny_models.neox()
     assert list(find_blocks(model, r"layers\.1")) == ["gpt_neox.layers.1"]

@@ -16,6 +16,7 @@ from torch import nn
 from joma.arguments import InputError
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # left out of a module's name
+ADAPTED = "base_model.model."  # where PEFT puts the model that it adapts
 LISTS = (nn.ModuleList, nn.Sequential)
 _ATTENTION_CLASS = re.compile(r"(Attention|Attn|MHA)(?!.*(Output|Projection|Norm|Bias|Dropout)\d*$)")
 _ATTENTION_NAME = re.compile(r"(^|_)(attn|attention|mha)$", re.IGNORECASE)
@@ -39,23 +40,27 @@ class Block:
         )
 
 
-def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by name; the parts that wrappers add to a name (DDP, FSDP, `torch.compile`) are left out.
+def layer_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return for the name of each module of a model the name without the parts that wrappers add to it.
 
-    A wrapper and what it wraps have one name; what it wraps is returned.
+    Wrappers are those of `torch.compile`, activation checkpointing, FSDP, DDP, and PEFT.
 
-    >>> list(named_modules(nn.DataParallel(nn.Sequential(nn.Linear(1, 1)))))
-    ['', '0']
+    >>> layer_names(dict(nn.DataParallel(nn.Sequential(nn.Linear(1, 1))).named_modules()))
+    {'': '', 'module': '', 'module.0': '0'}
     """
-    clean, parents = {"": ""}, dict(model.named_modules())
-    modules: dict[str, nn.Module] = {"": model}
-    for name, module in parents.items():
+    plain: dict[str, str] = {}
+    for name in modules:
         above, _, part = name.rpartition(".")
-        if name:
-            added = part in WRAPPERS or (part == "module" and _wraps_in_parallel(parents[above]))
-            clean[name] = clean[above] if added else f"{clean[above]}.{part}".lstrip(".")
-            modules[clean[name]] = module
-    return modules
+        added = part in WRAPPERS or (part == "module" and _wraps_in_parallel(modules[above]))
+        plain[name] = plain[above] if name and added else f"{plain.get(above, '')}.{part}".lstrip(".")
+    adapts = any(type(module).__module__.startswith("peft.") for name, module in modules.items() if not plain[name])
+    return {name: layer.removeprefix(ADAPTED) or layer for name, layer in plain.items()} if adapts else plain
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by the names that `layer_names` gives them; of a wrapper and what it wraps, the latter."""
+    modules = dict(model.named_modules())
+    return {layer: modules[name] for name, layer in layer_names(modules).items()}
 
 
 def _wraps_in_parallel(module: nn.Module) -> bool:

@@ -14,15 +14,13 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError
 from joma.probes.summary import Sinks
+from joma.watch.blocks import layer_names
 from joma.watch.flash import rebound
 from joma.watch.interception import interception, measured_function
 from joma.watch.recording import DEFAULT_MEASURES, Recording
 from joma.watch.registry import wrapped_registry
 from joma.watch.switches import without_compilation, without_fast_path
 from joma.watch.unseen import Kind, attention_kind
-
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # left out of a layer's name
-ADAPTED = "base_model.model."  # where PEFT puts the model that it adapts
 
 
 def check_model(model: Any) -> nn.Module:
@@ -98,7 +96,7 @@ def attention(
         stack.enter_context(without_compilation(modules.values()))
         stack.enter_context(wrapped_registry(measured_function))
         stack.enter_context(rebound({type(module).__module__ for module in modules.values()}, measured_function))
-        layers = _layer_names(modules)
+        layers = layer_names(modules)
         stack.enter_context(recording.row_masks.hooks({layers[name]: module for name, module in modules.items()}))
         stack.enter_context(_hooks(modules, recording))
         stack.enter_context(interception(recording))
@@ -110,7 +108,7 @@ def attention(
 @contextmanager
 def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[None]:
     """Register hooks that notify `recording` when each module is entered and left."""
-    handles, layers = [], _layer_names(modules)
+    handles, layers = [], layer_names(modules)
     try:
         for name, module in modules.items():
             if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
@@ -129,10 +127,3 @@ def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[N
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _layer_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return for the name of each module the name without those of wrappers, as in the model that is wrapped."""
-    prefix = ADAPTED if type(modules[""]).__module__.startswith("peft.") else ""
-    plain = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in modules}
-    return {name: layer.removeprefix(prefix) or layer for name, layer in plain.items()}
