@@ -161,6 +161,22 @@ def test_blocks_of_a_sequence_are_cut_from_its_mask(size: int, length: int) -> N
     assert not rows.reshape(2, -1)[:, length:].any()
 
 
+def test_padding_under_an_unknown_name_is_listed() -> None:
+    class Named(nn.Module):
+        def forward(self, x: Tensor, visible: Tensor) -> Tensor:
+            x = x[:, None]
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=visible)
+
+    x = random_normal(2, 5, 4)
+    with pytest.warns(RowsUnknown, match="all rows of Named count, padded ones too: its mask hides tokens from all"):
+        assert torch.equal(kept(Named(), x, causal(REAL)), ALL)
+    for visible in (causal(ALL), causal(ALL)[:1], torch.where(causal(ALL), 0.0, -torch.inf)):
+        assert torch.equal(kept(Named(), x, visible), ALL)
+    with attention(model := Named(), rows="all") as recording:
+        model(x, causal(REAL))
+    assert recording.rows_unknown == {}
+
+
 def test_the_mask_of_another_sequence_says_nothing_of_the_queries() -> None:
     x, context = random_normal(2, 5, 4), random_normal(2, 5, 4, seed=1)
     with pytest.warns(RowsUnknown, match="`attention_mask` \\(2, 5\\) may hold for its keys alone"):

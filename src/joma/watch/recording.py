@@ -277,7 +277,10 @@ class Recording(RecordingViews):
             index += 1
             label = f"{name}[{index}]"
         batch, _, queries = next(iter(values.values())).shape
-        self._pending[label] = _Pending(values, self.row_masks.rows_for(label, batch, queries))
+        rows = self.row_masks.rows_for(label, batch, queries)
+        if rows is None:
+            self.row_masks.suspect(label, call.mask, batch, queries)
+        self._pending[label] = _Pending(values, rows)
         for listener in self.listeners:
             listener(label, call)
 

@@ -108,6 +108,7 @@ def seen_tokens(mask: Tensor) -> Bool[Tensor, "batch position"]:
     A token that no query sees is padding, unless the mask hides every token from itself.
     """
     mask = mask if mask.ndim == 4 else mask[:, None]
+    mask = mask[:, :1] if mask.stride(1) == 0 else mask  # expanded over heads
     rows = _visible(mask, -1)
     queries, keys = mask.shape[-2:]
     if queries == 1 and keys > 1:
@@ -228,6 +229,7 @@ class RowMasks:
         self.unknown: dict[str, str] = {}
         self._calls: list[ModuleCall] = []  # of the modules that are being called, the innermost last
         self._results: dict[tuple[Any, ...], tuple[Tensor, Any]] = {}  # of `_once`, with the tensors they are of
+        self._suspects: dict[str, Tensor] = {}  # whether the masks of a layer show every token
         self._thread = threading.get_ident()
 
     @contextmanager
@@ -245,6 +247,9 @@ class RowMasks:
                 handle.remove()
             self._calls.clear()
             self._results.clear()
+        reason = "its mask hides tokens from all queries, and no argument such as `attention_mask` says what they are"
+        suspects = (layer for layer, shown in self._suspects.items() if not bool(shown))
+        self.unknown |= {layer: reason for layer in suspects if layer not in self.unknown}
         if self.unknown:
             layers = ", ".join(list(self.unknown)[:4]) + (" …" if len(self.unknown) > 4 else "")
             reason = next(iter(self.unknown.values()))
@@ -287,6 +292,17 @@ class RowMasks:
             misfits.append(mask)
         self._note_unknown(layer, misfits, (batch, queries))
         return None
+
+    def suspect(self, layer: str, mask: object, batch: int, queries: int) -> None:
+        """Note that an attention's mask may hide padding of which no argument of a known name tells.
+
+        A token that no query of its own sequence sees is padding; whether there is one is looked up at the end.
+        """
+        if self.rows == "all" or not isinstance(mask, Tensor) or self._reads_another():
+            return
+        if mask.ndim == 4 and mask.shape[0] == batch > 1 and mask.shape[-1] == queries:
+            shown = seen_tokens(mask.detach()).all()
+            self._suspects[layer] = shown & self._suspects[layer] if layer in self._suspects else shown
 
     def first_tokens(self, layer: str, batch: int, queries: int, keys: int) -> Int[Tensor, "batch query"] | None:
         """Return the index of the first real key of each row's sequence; None if it is key 0 in every row.
