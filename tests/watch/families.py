@@ -259,7 +259,30 @@ def partial(changes: Mapping[str, Any], not_seen: Sequence[str], why: str) -> Fa
     return Family(TEXT, changes, not_seen=not_seen, why=why)
 
 
+PIECES = "computed in several pieces"
+ENCODER_ATTENTION = ("encoder.layers.0.self_attn", "encoder.layers.1.self_attn")
 PARTIAL = {
+    "bigbird_pegasus (block sparse)": Family(
+        {"input_ids": tokens(64), "decoder_input_ids": tokens(5)},
+        {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1},
+        weights=("decoder_attentions+cross_attentions",),
+        not_seen=[f"{layer}.self" for layer in ENCODER_ATTENTION],
+        why=PIECES,
+    ),
+    "informer": Family(
+        SERIES,
+        {**FORECAST, "sampling_factor": 1},
+        weights=("cross_attentions",),
+        not_seen=[*ENCODER_ATTENTION, "decoder.layers.0.self_attn", "decoder.layers.1.self_attn"],
+        why="attention from a choice of queries",
+    ),
+    "pegasus_x": Family(
+        {"input_ids": tokens(8), "decoder_input_ids": tokens(5)},
+        {"block_size": 4, "num_global_tokens": 2},
+        weights=("decoder_attentions+cross_attentions",),
+        not_seen=ENCODER_ATTENTION,
+        why=PIECES,
+    ),
     "bamba": partial({**MAMBA, "attn_layer_indices": [1]}, ["layers.0.mamba"], STATE_SPACE),
     "falcon_h1": partial({**MAMBA, "mamba_d_ssm": 64}, ["layers.0.mamba", "layers.1.mamba"], STATE_SPACE),
     "granitemoehybrid": partial({**MAMBA, "layer_types": ["mamba", "attention"]}, ["layers.0.mamba"], STATE_SPACE),
@@ -312,7 +335,7 @@ WITHOUT_WEIGHTS = {
     "big_bird (block sparse)": Family(
         LONG_TEXT,
         {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1},
-        why="each row is computed in several pieces",
+        why=PIECES,
     ),
     "falcon_mamba": Family(TEXT, why=STATE_SPACE),
     "fnet": Family(TEXT, why="a Fourier transform"),

@@ -33,7 +33,8 @@ KINDS = tuple(
         (CHANNELS.pattern, "attends to channels, not to positions", True),
         (r"(?i)nystrom\w*attention$", "approximates attention by landmarks: it has no matrix of weights", True),
         (r"^(FactorAttnConvRelPosEnc|LambdaLayer)$", "averages keys before queries see them: linear attention", True),
-        (r"BlockSparseAttention$", "attends to blocks of keys, each row in several pieces", True),
+        (r"ProbSparseAttention$", "attends from a choice of queries, the others average all values", True),
+        (r"(BlockSparse|GlobalLocal)Attention$", "attends to blocks of keys, each row in several pieces", True),
         (
             r"Mamba\d?(Mixer|Layer)?$|(Bamba|FalconH1)Mixer$|SSM$|S4D$",
             "is a state-space model: it has no attention weights",
@@ -61,7 +62,7 @@ KINDS = tuple(
     )
 )
 NO_VALUES = "it ran on meta or fake tensors, which hold no values"
-NEVER_RECORDED = 4  # the first kinds: their softmaxes are no attention of positions to positions
+NEVER_RECORDED = 5  # the first kinds: their softmaxes are no attention of positions to positions
 _NOT_ATTENTION = re.compile(r"(?i)(norm|dropout|mask|bias|embeddings?|output|projection|mlp|softmax)$")
 
 
