@@ -46,6 +46,7 @@ class Interceptor(TorchFunctionMode):
         super().__init__()
         self.recordings: list[Recording] = []
         self.softmaxes = Softmaxes()
+        self._followed = self.softmaxes.traces
         self._off = False  # inside a call that has been measured as a whole
         self._handlers: dict[Any, Callable[..., Any]] = {
             _SDPA: self._attend,
@@ -61,7 +62,7 @@ class Interceptor(TorchFunctionMode):
         del types  # this method is short because a pass calls it hundreds of times
         handler = func if self._off else self._handlers.get(func, func)
         result = handler(*args, **kwargs) if kwargs else handler(*args)
-        if self.softmaxes and handler is func and not self._off:
+        if self._followed and handler is func and not self._off:
             use = self.softmaxes.follow(func, args, kwargs, result)
             if use is not None:
                 self._measure_softmax(use)

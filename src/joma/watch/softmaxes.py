@@ -79,18 +79,22 @@ class Use(NamedTuple):
 
 
 class Softmaxes:
-    """The softmaxes of a thread whose results have not been used yet."""
+    """The softmaxes of a thread whose results have not been used yet.
+
+    Attributes:
+        traces: the tensors that hold their weights, by identity; the same dictionary for good.
+    """
 
     def __init__(self) -> None:
-        self._traces: dict[int, _Trace] = {}
+        self.traces: dict[int, _Trace] = {}
         self._shift: tuple[weakref.ref[Tensor], Tensor] | None = None  # logits minus their maximum, and the logits
 
     def __bool__(self) -> bool:
-        return bool(self._traces)
+        return bool(self.traces)
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._traces.clear()
+        self.traces.clear()
         self._shift = None
 
     def add(self, logits: Tensor, weights: Tensor, dim: int, context: Any) -> None:
@@ -138,7 +142,7 @@ class Softmaxes:
         """Yield the arguments that hold weights, with their positions; a list counts as its items."""
         for position, argument in enumerate((*args, *(kwargs or {}).values())):
             for offset, value in enumerate(argument if isinstance(argument, list | tuple) else (argument,)):
-                trace = self._traces.get(id(value))
+                trace = self.traces.get(id(value))
                 if trace is not None and trace.tensor() is value:
                     yield position + offset, trace
 
@@ -171,15 +175,15 @@ class Softmaxes:
     def _keep(self, tensor: Tensor, softmax: Softmax, axes: Axes, columns: tuple[int, int]) -> None:
         number = id(tensor)
 
-        def forget(_: object, traces: dict[int, _Trace] = self._traces) -> None:
+        def forget(_: object, traces: dict[int, _Trace] = self.traces) -> None:
             traces.pop(number, None)
 
-        self._traces[number] = _Trace(weakref.ref(tensor, forget), softmax, axes, columns)
+        self.traces[number] = _Trace(weakref.ref(tensor, forget), softmax, axes, columns)
 
     def _forget(self, softmax: Softmax) -> None:
-        for number, trace in list(self._traces.items()):
+        for number, trace in list(self.traces.items()):
             if trace.softmax is softmax:
-                del self._traces[number]
+                del self.traces[number]
 
 
 def attention_logits(use: Use, heads: int | None) -> tuple[Tensor, Tensor | None]:
