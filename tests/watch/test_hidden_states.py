@@ -197,6 +197,23 @@ def test_masks_are_seen_through_wrappers():
     assert recording.dataset().equals(plain.dataset())
 
 
+@pytest.mark.parametrize("channels_first", [True, False])
+def test_images_are_understood_with_channels_first_and_last(channels_first):
+    class Image(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.movedim(1, -1) if channels_first else x
+            y = super().forward(y.flatten(1, 2)).view(y.shape)
+            return y.movedim(-1, 1) if channels_first else y
+
+    torch.manual_seed(0)
+    model = Model(Image(), Image())
+    hidden, x = kept_outputs(model.layers), tiny_models.random_normal(2, 3, 3, 8)
+    with activations(model) as recording:
+        model(x.movedim(-1, 1) if channels_first else x)
+    states = hidden[1].movedim(1, -1) if channels_first else hidden[1]
+    assert numbers(recording, "layers.1") == pytest.approx(expected(states), rel=1e-5)
+
+
 def test_masks_that_do_not_fit_are_one_warning():
     class Shortening(Layer):
         def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:

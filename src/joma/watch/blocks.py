@@ -32,6 +32,11 @@ class Block:
     attention: Mapping[str, nn.Module]
 
     @property
+    def widths(self) -> set[int]:
+        """The sizes of the block's vectors of parameters, such as those of its normalisation: its width is one."""
+        return {parameter.numel() for parameter in self.module.parameters() if parameter.ndim == 1}
+
+    @property
     def is_sequence_first(self) -> bool:
         """Whether the block takes [token, batch, dim], as torch's modules do by default."""
         kinds = {base.__module__ for base in type(self.module).__mro__}

@@ -56,6 +56,7 @@ class HiddenStates:
             raise InputError("residual`, `ranks", "True, at least one of them", "False for both", "set one of them")
         self.row_masks, self.rows_unknown = RowMasks(rows), {}
         self._found = find_blocks(model, blocks)
+        self._widths = {name: block.widths for name, block in self._found.items()}
         self._sequence_first = {name for name, block in self._found.items() if block.is_sequence_first}
         self._attention = {name for block in self._found.values() for name in block.attention} if ranks else set()
         self._model_name = type(model).__name__
@@ -126,7 +127,7 @@ class HiddenStates:
         outer = call if call.block else next((other for other in reversed(self._calls) if other.block), None)
         if outer is not None and outer.block and (outer is call or name in self._attention):
             stream = HIDDEN if outer is call else self._new_stream(outer.block)
-            self._record((outer.block, stream), name, output, transposed=outer.name in self._sequence_first)
+            self._record((outer.block, stream), name, outer.name, output)
 
     def _begin_pass(self) -> None:
         self._passes.append({})
@@ -147,13 +148,12 @@ class HiddenStates:
         """Whether this is the thread of the context, and not the recomputation of a forward in a backward pass."""
         return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
 
-    def _record(self, key: tuple[str, str], name: str, output: object, *, transposed: bool) -> None:
+    def _record(self, key: tuple[str, str], name: str, block: str, output: object) -> None:
         """Measure the first tensor that the module `name` returns, unless it cannot be measured; then warn once."""
         try:
             states = _check_states(_first_tensor(output), ", ".join(key))
             with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-                states = states.detach().transpose(0, 1) if transposed and states.ndim == 3 else states.detach()
-                states = states if states.ndim > 2 else states[None]
+                states = self._batch_first(states.detach(), block)
                 rows = self.row_masks.rows_for(name, *states.shape[:2], device=states.device)
                 if rows is not None:  # a token may have several vectors, as with hyper-connections
                     rows = rows[(..., *(None,) * (states.ndim - 3))].expand(states.shape[:-1])
@@ -164,6 +164,18 @@ class HiddenStates:
                 smaller = InputError("model", "small enough to be measured", got, "watch a smaller batch")
                 self.refused = cause if isinstance(cause, InputError) else smaller
                 warnings.warn(f"hidden states that cannot be measured are not recorded: {self.refused}", stacklevel=6)
+
+    def _batch_first(self, states: Tensor, block: str) -> Float[Tensor, "batch *position dim"]:
+        """Return states with the batch as first axis and the dimensions as last, from any order that blocks use."""
+        if states.ndim == 2:
+            return states[None]
+        if states.ndim == 3:
+            return states.transpose(0, 1) if block in self._sequence_first else states
+        widths = self._widths[block]
+        channels_first = (
+            states.shape[-1] not in widths and states.shape[1] in widths
+        )  # an image [batch, dim, row, column]
+        return states.movedim(1, -1) if channels_first else states
 
     def _measure(
         self, states: Float[Tensor, "*position dim"], rows: Bool[Tensor, "*position"] | None, *, norms: bool
