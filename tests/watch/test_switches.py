@@ -26,7 +26,8 @@ def test_an_encoder_runs_without_its_fast_path_with_one_warning(padded: bool) ->
     with torch.no_grad():
         plain = encoder(x, src_key_padding_mask=padding)
         message = "fast path.* up to rounding except for padded rows, which it may leave at 0, and as before"
-        with pytest.warns(AttentionSwitched, match=message), attention(encoder, reduce="none") as recording:
+        watched = attention(encoder, reduce="none", rows="all")
+        with pytest.warns(AttentionSwitched, match=message), watched as recording:
             inside = encoder(x, src_key_padding_mask=padding)
         with attention(encoder):
             encoder(x, src_key_padding_mask=padding)

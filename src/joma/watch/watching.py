@@ -50,14 +50,16 @@ def attention(
 
     Works with any module that calls `scaled_dot_product_attention` or averages values by a softmax: Hugging Face's,
     `nn.MultiheadAttention`, `nn.TransformerEncoder`, timm's, your own. It never builds an L x L matrix that the model
-    does not build itself, and the model's outputs are the same bits.
+    does not build itself, and the model's outputs are the same bits. FlexAttention, FlashAttention and transformers'
+    registry of attention functions are measured from their arguments. A module that seems to be attention and was not
+    recorded is listed in `not_seen` with the reason, and one warning names it.
 
     Two things are switched inside the context, with one warning each, and change outputs by rounding errors: the
     fused fast path of `nn.MultiheadAttention` and `nn.TransformerEncoder` is off (padded rows, which it leaves at 0,
-    are then computed), and compiled models run eagerly. A call
-    that cannot be measured (nested tensors, vmap) proceeds with one warning. Dropout of attention weights is not part
-    of the entropy. What a backward pass computes again (gradient checkpointing) is not recorded twice. The device is
-    not synchronised before `.dataset()`.
+    are then computed), and compiled models run eagerly. A call that cannot be measured (nested tensors, vmap) proceeds
+    with one warning. Dropout of attention weights is not part of the entropy. What a backward pass computes again
+    (gradient checkpointing) is not recorded twice. The device is not synchronised before `.dataset()`, unless a model
+    drops a column after its softmax (GPT-OSS), or keys are hidden by packed position ids.
 
     Args:
         model: the module to watch, and to call.
