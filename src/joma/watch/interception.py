@@ -60,9 +60,11 @@ class Interceptor(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types  # this method is short because a pass calls it hundreds of times
-        handler = func if self._off else self._handlers.get(func, func)
-        result = handler(*args, **kwargs) if kwargs else handler(*args)
-        if self._followed and handler is func and not self._off:
+        handler = self._handlers.get(func)
+        if handler is not None and not self._off:
+            return handler(*args, **kwargs) if kwargs else handler(*args)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if self._followed and not self._off:
             use = self.softmaxes.follow(func, args, kwargs, result)
             if use is not None:
                 self._measure_softmax(use)

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import nn
@@ -41,13 +42,21 @@ def without_fast_path(modules: Collection[nn.Module]) -> Iterator[None]:
 @contextmanager
 def without_compilation(modules: Collection[nn.Module]) -> Iterator[None]:
     """Run compiled models eagerly, because calls inside compiled code cannot be intercepted."""
-    if not {"torch._dynamo", "torch.nn.attention.flex_attention"} & {*sys.modules}:
+    if "torch._dynamo" not in sys.modules and not any(map(_calls_flex, {type(module).__module__ for module in modules})):
         yield  # nothing is compiled, and importing the compiler would take seconds
         return
     if any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules):
         _warn_once("compiled", "a compiled model runs eagerly while attention is watched")
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@cache
+def _calls_flex(name: str) -> bool:
+    """Whether FlexAttention, which compiles itself when it is called, is among the names of a Python module."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    names = vars(sys.modules[name]).values() if flex is not None and name in sys.modules else ()
+    return any(value is flex or value is flex.flex_attention for value in names)
 
 
 @contextmanager
