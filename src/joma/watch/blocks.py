@@ -53,6 +53,9 @@ def layer_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     >>> layer_names(dict(nn.DataParallel(nn.Sequential(nn.Linear(1, 1))).named_modules()))
     {'': '', 'module': '', 'module.0': '0'}
     """
+    every = "\n".join(modules)
+    if "module" not in every and not any(part in every for part in (*WRAPPERS, ADAPTED)):
+        return {name: name for name in modules}
     plain: dict[str, str] = {}
     for name in modules:
         above, _, part = name.rpartition(".")

@@ -42,7 +42,9 @@ def without_fast_path(modules: Collection[nn.Module]) -> Iterator[None]:
 @contextmanager
 def without_compilation(modules: Collection[nn.Module]) -> Iterator[None]:
     """Run compiled models eagerly, because calls inside compiled code cannot be intercepted."""
-    if "torch._dynamo" not in sys.modules and not any(map(_calls_flex, {type(module).__module__ for module in modules})):
+    if "torch._dynamo" not in sys.modules and not any(
+        map(_calls_flex, {type(module).__module__ for module in modules})
+    ):
         yield  # nothing is compiled, and importing the compiler would take seconds
         return
     if any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules):

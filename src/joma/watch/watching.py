@@ -100,7 +100,7 @@ def attention(
         stack.enter_context(rebound({type(module).__module__ for module in modules.values()}, measured_function))
         layers = layer_names(modules)
         stack.enter_context(recording.row_masks.hooks({layers[name]: module for name, module in modules.items()}))
-        stack.enter_context(_hooks(modules, recording))
+        stack.enter_context(_hooks({name: (layers[name], module) for name, module in modules.items()}, recording))
         stack.enter_context(interception(recording))
         yield recording
     recording.close()
@@ -108,14 +108,14 @@ def attention(
 
 
 @contextmanager
-def _hooks(modules: Mapping[str, nn.Module], recording: Recording) -> Iterator[None]:
-    """Register hooks that notify `recording` when each module is entered and left."""
-    handles, layers = [], layer_names(modules)
+def _hooks(modules: Mapping[str, tuple[str, nn.Module]], recording: Recording) -> Iterator[None]:
+    """Register hooks that notify `recording` when each module, here with its layer's name, is entered and left."""
+    handles = []
     try:
-        for name, module in modules.items():
+        for name, (layer, module) in modules.items():
             if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
                 continue  # torch's elementary layers (linear maps, norms, …) do not call attention
-            layer, kind = layers[name], attention_kind(module)
+            kind = attention_kind(module)
 
             def enter(module: nn.Module, _: Any, layer: str = layer, kind: Kind | None = kind) -> None:
                 recording.enter(layer, module, kind)
