@@ -368,6 +368,7 @@ UNCHECKED = "unchecked by its docstring, for inner loops"
 
 LEFT_OUT: dict[str, str] = {
     "joma.open_run": FILES,
+    "joma.drawing": "draws on axes of matplotlib, which checks them",
     "joma.theory.activations.Activation": "a table's entry: functions that the user writes",
     "joma.theory.block_flow.BlockFlow": "created by `block`",
     "joma.theory.block_flow.BlockSolution": RESULT,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from joma.watch.configs import quiet
 from robustness.zoo import GoodSeries, Hostile
 
-RUN = ("entropy", "hidden_cosine")  # what needs a forward pass
+RUN = ("entropy", "entropy_sd", "sink_mass", "sink_mass_sd", "hidden_cosine")  # what needs a forward pass
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 WORDS = {"<unk>": 0, "The": 1, "the": 2, "cat": 3, "dog": 4, "mat": 5, "rug": 6, "on": 7, "and": 8, ",": 9, ".": 10}
 

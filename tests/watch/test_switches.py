@@ -42,6 +42,17 @@ def test_an_encoder_runs_without_its_fast_path_with_one_warning(padded: bool) ->
     torch.testing.assert_close(recording.passes[0]["layers.0.self_attn"], textbook_entropy(matrix), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_fast_path_is_back_after_the_last_of_contexts_that_end_in_any_order(order: tuple[int, int]) -> None:
+    contexts = [attention(nn.Linear(2, 2)), attention(nn.Linear(2, 2))]
+    for context in contexts:
+        context.__enter__()
+    contexts[order[0]].__exit__(None, None, None)
+    assert not torch.backends.mha.get_fastpath_enabled()
+    contexts[order[1]].__exit__(None, None, None)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_a_compiled_model_runs_eagerly_inside() -> None:
     model = nn.Sequential(with_large_weights(CausalBlock(scaled_dot_product_attention)))
     compiled = torch.compile(model, backend="eager")

@@ -7,15 +7,18 @@ compiled models.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 
 import torch
 from torch import nn
 
 _warned: set[str] = set()
+_open: dict[str, tuple[int, ExitStack]] = {}  # how many contexts hold a switch, and what undoes it
+_lock = threading.RLock()
 
 
 class AttentionSwitched(UserWarning):
@@ -32,11 +35,8 @@ def without_fast_path(modules: Collection[nn.Module]) -> Iterator[None]:
     if before and any(isinstance(module, nn.MultiheadAttention) and not module.training for module in modules):
         message = "the fused fast path of `nn.MultiheadAttention` is off while attention is watched"
         _warn_once("fast path", message, " except for padded rows, which it may leave at 0,")
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
+    with _while_open("fast path", _fast_path_off):
         yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager
@@ -49,7 +49,42 @@ def without_compilation(modules: Collection[nn.Module]) -> Iterator[None]:
         return
     if any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules):
         _warn_once("compiled", "a compiled model runs eagerly while attention is watched")
-    with torch.compiler.set_stance("force_eager"):
+    with _while_open("compilation", partial(_stance, "force_eager")):
+        yield
+
+
+@contextmanager
+def _while_open(name: str, switch: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Switch when the first context opens, and back when the last one closes: they may end in any order."""
+    with _lock:
+        count, undo = _open.get(name, (0, ExitStack()))
+        if count == 0:
+            undo.enter_context(switch())
+        _open[name] = count + 1, undo
+    try:
+        yield
+    finally:
+        with _lock:
+            count, undo = _open.pop(name)
+            if count > 1:
+                _open[name] = count - 1, undo
+            else:
+                undo.close()
+
+
+@contextmanager
+def _fast_path_off() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _stance(name: str) -> Iterator[None]:
+    with torch.compiler.set_stance(name):
         yield
 
 
@@ -57,8 +92,9 @@ def without_compilation(modules: Collection[nn.Module]) -> Iterator[None]:
 def _calls_flex(name: str) -> bool:
     """Whether FlexAttention, which compiles itself when it is called, is among the names of a Python module."""
     flex = sys.modules.get("torch.nn.attention.flex_attention")
-    names = vars(sys.modules[name]).values() if flex is not None and name in sys.modules else ()
-    return any(value is flex or value is flex.flex_attention for value in names)
+    if flex is None or name not in sys.modules:
+        return False
+    return any(value is flex or value is flex.flex_attention for value in vars(sys.modules[name]).values())
 
 
 @contextmanager
@@ -67,7 +103,7 @@ def compilation() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("default"):
+    with _stance("default"):
         yield
 
 
