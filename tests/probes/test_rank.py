@@ -79,8 +79,20 @@ def test_the_bounds_that_a_gpu_computes_in_float32_agree_with_singular_values(w)
     assert (upper / lower) ** 2 - 1 <= 2e-4
 
 
+@settings(max_examples=15)
+@given(matrices(st.integers(2, 300)), st.booleans())
+def test_the_largest_eigenvalue_of_a_gram_matrix_is_that_of_lapack(w, batched):
+    w = (w / w.abs().max()).float()
+    gram = w @ w.mT
+    true = torch.linalg.eigvalsh(gram.double())[..., -1]
+    gram = gram.expand(2, -1, -1) if batched else gram
+    torch.testing.assert_close(rank._squared_gram_norm(gram), true.expand(gram.shape[:-2]), rtol=2e-5, atol=0)
+    assert rank._squared_gram_norm(0 * gram).eq(0).all()
+    assert rank._squared_gram_norm(torch.nan * gram).isnan().all()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("shape", [(700, 900), (3, 300, 280), (3100, 3200)])
+@pytest.mark.parametrize("shape", [(700, 900), (3, 300, 280), (3100, 3200), (40, 60)])
 def test_a_gpu_agrees_with_singular_values(shape):
     assert_agrees(torch.randn(shape, generator=torch.Generator().manual_seed(0)).cuda())
 

@@ -31,6 +31,7 @@ from joma.probes.states import floating
 
 _MAX_SQUARED = 256  # rows up to which A itself is squared in float64
 _MAX_SQUARED_CUDA = 3072  # and in float32 on a GPU: at 4,096 rows Lanczos takes less time
+_MAX_GRAM_CUDA = 4096  # rows up to which a given A is squared there
 _SQUARINGS, _SQUARINGS_PER_SCALING = 16, 4
 _FLOAT32_SQUARINGS_PER_SCALING = 2  # of 3,072 rows: a trace of 1 falls to no less than 1e-11
 _BLOCK = 16  # vectors in a block
@@ -91,6 +92,27 @@ def spectral_norm(weight: ArrayLike | Tensor, *, tolerance: float = 2e-3, iterat
     return _norms(weight, tolerance, iterations)[1]
 
 
+def gram_norm(gram: Float[Tensor, "*batch side side"], *, iterations: int) -> Float[Tensor, "*batch"]:
+    """Return the spectral norm, the largest eigenvalue, of Gram matrices.
+
+    A GPU squares them up to 4,096 rows, and nothing waits for it; all else takes `iterations` steps of block Lanczos.
+
+    >>> gram_norm(torch.diag(torch.tensor([3.0, 1.0])), iterations=4).round(decimals=3)
+    tensor(3., dtype=torch.float64)
+    """
+    if not gram.is_cuda or gram.shape[-1] > _MAX_GRAM_CUDA:
+        return spectral_norm(gram, iterations=iterations).lower
+    return _squared_gram_norm(gram)
+
+
+def _squared_gram_norm(gram: Float[Tensor, "*batch side side"]) -> Float[Tensor, "*batch"]:
+    """Return the norm by repeated squaring."""
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1, dtype=torch.float64)
+    unit = torch.where(trace > 0, trace, 1)[..., None, None].to(gram.dtype)
+    with exact_products(gram.device), torch.autocast(gram.device.type, enabled=False):
+        return _squaring_bounds(gram / unit, _FLOAT32_SQUARINGS_PER_SCALING).lower * unit[..., 0, 0]
+
+
 def _norms(
     weight: ArrayLike | Tensor, tolerance: float, iterations: int | None
 ) -> tuple[Float[Tensor, "*batch"], Bounds]:
@@ -121,8 +143,10 @@ def _rescaled(w: Float[Tensor, "*batch row column"]) -> tuple[Tensor, Float[Tens
     """Return matrices whose squares fit into their dtype, and the power of two by which each was divided, exactly.
 
     On the CPU they are rescaled only where necessary; on a GPU this decision would have to wait for the device, and a
-    copy costs little.
+    copy costs little. A small float32 matrix becomes float64 there, in which it is squared: its squares fit anyway.
     """
+    if w.is_cuda and w.dtype == torch.float32 and w.shape[-2] <= _MAX_SQUARED:
+        return w.double(), torch.ones(w.shape[:-2], dtype=torch.float64, device=w.device)
     peak = torch.maximum(w.amax(dim=(-2, -1)), -w.amin(dim=(-2, -1)))
     low, high = _SAFE_RANGE
     if w.device.type == "cpu" and bool(((peak > low) & (peak < high) | (peak == 0)).all()):
