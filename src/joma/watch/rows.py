@@ -28,7 +28,7 @@ _REAL_MASKS = ("attention_mask",)  # nonzero marks a real token
 _PADDING_MASKS = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask", "decoder_padding_mask")
 _MASKS_OF_OTHERS = ("encoder_attention_mask", "memory_key_padding_mask", "memory_mask", "context_mask")
 _DECODER_ARGUMENTS = ("decoder_attention_mask", "decoder_input_ids", "decoder_inputs_embeds")
-_MASKS = {*_REAL_MASKS, *_PADDING_MASKS, *_MASKS_OF_OTHERS, _DECODER_ARGUMENTS[0], "labels"}
+_MASKS = {*_REAL_MASKS, *_PADDING_MASKS, *_MASKS_OF_OTHERS, _DECODER_ARGUMENTS[0]}
 _OTHER_SEQUENCES = ("key_value_states", "encoder_hidden_states", "memory", "context")
 _IMAGES = ("pixel_values", "pixel_values_videos", "images", "image")
 _TOKENS = ("input_ids", "inputs_embeds")
@@ -139,7 +139,7 @@ class ModuleCall:
         self.two_sided = any(name in parameters for name in _DECODER_ARGUMENTS) or (
             "src_key_padding_mask" in parameters and "tgt_key_padding_mask" in parameters
         )
-        self.has_masks = not _MASKS.isdisjoint(self.arguments)
+        self.has_masks = not _MASKS.isdisjoint(self.arguments) or (self.two_sided and "labels" in self.arguments)
 
     @property
     def is_image(self) -> bool:

@@ -44,8 +44,10 @@ def select_weights(model: nn.Module, ranks: bool | str) -> tuple[str, ...]:
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by name, without the parts that wrappers such as `torch.compile` add."""
-    named = model.named_parameters()
-    return {".".join(part for part in name.split(".") if part not in WRAPPERS): weight for name, weight in named}
+    named = dict(model.named_parameters())
+    if not any(part in name for name in named for part in WRAPPERS):
+        return named
+    return {".".join(part for part in name.split(".") if part not in WRAPPERS): named[name] for name in named}
 
 
 def stable_ranks(
