@@ -126,7 +126,7 @@ def run(file: Path, ends: float) -> tuple[Counter[str], str]:
 
 
 def torture(scale: float) -> dict[str, int]:
-    """Draw anew for the property tests of all files, or of as many as fit into a quarter of an hour at scale 1."""
+    """Draw anew for the property tests of all files, or of as many as fit into twenty minutes at scale 1."""
     files, ends, counts, ran = property_tests(), time.time() + SECONDS * scale, Counter(), 0
     random.Random().shuffle(files)
     for file in files:
