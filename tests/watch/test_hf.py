@@ -204,3 +204,14 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(joma.watch, "hf")
     with pytest.raises(InputError, match=r"pip install 'joma\[hf\]'"):
         _ = joma.watch.hf
+
+
+def test_the_trainers_own_losses_are_logged_as_without_the_callback(tmp_path: Path) -> None:
+    losses = []
+    for callbacks in ([], [EntropyCallback(at=(0, 2, 4), ranks=False)]):
+        built = trainer(tmp_path, [*callbacks], steps=6)
+        built.train()
+        history = built.state.log_history
+        losses.append([(record["step"], record["loss"]) for record in history if "loss" in record])
+    assert losses[0] == losses[1]
+    assert [step for step, _ in losses[0]] == [2, 4, 6]

@@ -255,3 +255,34 @@ def test_bad_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(joma.watch, "lightning")
     with pytest.raises(InputError, match=r"pip install 'joma\[lightning\]'"):
         _ = joma.watch.lightning
+
+
+def test_the_mask_in_a_batch_of_three_counts(tmp_path):
+    class Masked(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+        def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+            return self.block(x, src_key_padding_mask=padding)
+
+        def training_step(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+            return F.mse_loss(self(batch[0], batch[1]), batch[2])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    padding = torch.arange(5).expand(12, 5) >= 2
+    data = DataLoader(TensorDataset(DATA.tensors[0], padding, DATA.tensors[1]), batch_size=4)
+    callback = EntropyCallback(at=[0], ranks=False)
+    trainer = lightning.Trainer(
+        max_steps=1, callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu", default_root_dir=tmp_path,
+    )  # fmt: skip
+    module = Masked()
+    trainer.fit(module, data)
+    with torch.no_grad(), joma.watch.attention(module.eval()) as seen:
+        module(DATA.tensors[0][:4], padding[:4])
+    np.testing.assert_allclose(callback.trajectory.entropy[0].values, seen.entropy[0].values, atol=1e-6)
+    assert float(callback.trajectory.entropy[0].max()) <= np.log(2) + 1e-6  # two tokens of five are real

@@ -264,6 +264,8 @@ def test_first_tokens_of_padded_and_numbered_sequences() -> None:
     cached = starts(masks, model, 1, 5, x[:, :1], attention_mask=REAL.flip(-1))
     assert cached == [[2], [0]]
     assert starts(masks, model, 1, 3, x[:, :1], attention_mask=REAL.flip(-1)) is None  # a window of the cache
+    causal = REAL.flip(-1).bool()[:, None, None] & torch.ones(5, 5, dtype=torch.bool).tril()
+    assert starts(masks, model, 5, 5, x, attention_mask=causal) == [[2] * 5, [0] * 5]
 
 
 def test_first_tokens_of_packed_and_other_sequences() -> None:

@@ -49,11 +49,15 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def preserve_random_state() -> Iterator[None]:
-    """Restore the random number generators of Python, NumPy and torch after the block."""
+def preserve_random_state(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the random number generators of Python, NumPy and torch after the block.
+
+    Of the GPUs' generators, that of `device` alone if it is given, or all.
+    """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    devices = None if device is None else [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(python_state)

@@ -84,8 +84,10 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
         """Log through the Trainer, with one short line for the console."""
         trainer = self._trainer
         if scalars and trainer is not None:
+            should_log = trainer.control.should_log  # which `log` sets to False: the step's own loss is logged after us
             with self._guarded("logging a probe", trainer.state.global_step), _short_on_console(trainer, scalars):
                 trainer.log(dict(scalars))
+            trainer.control.should_log = should_log
 
 
 def _calling_trainer() -> Trainer:

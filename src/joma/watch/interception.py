@@ -169,7 +169,7 @@ class Interceptor(TorchFunctionMode):
         if active:
             logits = args[0] if args else kwargs["input"]
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            if isinstance(dim, int) and logits.ndim > 2:
+            if isinstance(dim, int) and logits.ndim > 2 and kwargs.get("out") is None:
                 self._note_softmax(active, logits, weights, dim)
         return weights
 
@@ -198,7 +198,12 @@ class Interceptor(TorchFunctionMode):
             now = recording.call_stack
             common = [frame for frame, other in zip(before, now, strict=False) if frame is other]
             depths[recording] = len(common)
-            heads = heads or head_count(frame.module for frame in reversed(common))
+            if use.softmax.overwritten:
+                recording.overlook("it changes its logits in place after the softmax", len(common))
+            elif not common or not common[-1].is_one_head(use.softmax.logits.shape, use.queries):
+                heads = heads or head_count(frame.module for frame in reversed(common))
+        if use.softmax.overwritten:
+            return
         logits, sinks = attention_logits(use, heads)
         self.measure(AttentionCall(logits=logits, sink_logits=sinks), depths)
 

@@ -101,9 +101,9 @@ class EntropyCallback(RecorderCallback, Callback):
 
 def _run_on_batch(trainer: Trainer, module: LightningModule, batch: Any) -> object:
     """Run a module on a batch: by its `forward` if that takes the batch's inputs, else by a step of its own."""
-    inputs = batch[0] if isinstance(batch, tuple | list) else batch
+    inputs, parts = (batch[0], len(batch)) if isinstance(batch, tuple | list) else (batch, 1)
     with trainer.precision_plugin.forward_context():
-        if _has_forward(module) and _takes(module.forward, inputs):
+        if parts <= 2 and _has_forward(module) and _takes(module.forward, inputs):  # of three, one may be a mask
             return call_model(module, inputs if isinstance(inputs, Mapping) else (inputs,))
         step = _own_step(module)
         arguments = next(

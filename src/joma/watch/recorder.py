@@ -22,7 +22,7 @@ from joma.watch.block_values import GRADIENT, combine_blocks, has_gradients, hid
 from joma.watch.blocks import find_blocks
 from joma.watch.collapse import Collapsed, CollapseDetector
 from joma.watch.distributed import find_processes, model_device, reshard, unwrap
-from joma.watch.evaluation import call_model, evaluation_mode, move
+from joma.watch.evaluation import call_model, evaluation_mode, move, preserve_random_state
 from joma.watch.failures import Failures, free_device_memory, is_out_of_memory
 from joma.watch.gradients import gradient_norms
 from joma.watch.hidden_states import HiddenStates
@@ -225,7 +225,8 @@ class Recorder(RecorderViews):
         watching = attention(self.model, reduce=reduce, **self._watching)
         blocks = watch_blocks(self.model, self._blocks)
         try:
-            with evaluation_mode(self.model), watching as recording, blocks as states:
+            generators = preserve_random_state(model_device(self.model))
+            with generators, evaluation_mode(self.model), watching as recording, blocks as states:
                 self.forward(self.model, self.batch)
         finally:
             reshard(self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -44,7 +45,15 @@ class Frame:
     name: str
     module: nn.Module
     kind: Kind | None  # if it seems to be attention
+    inputs: tuple[Any, ...] = ()  # its positional arguments
     explained: bool = False  # whether something in it was recorded, or is listed as not seen
+
+    def is_one_head(self, logits: torch.Size, queries: tuple[int, ...]) -> bool:
+        """Whether logits of three axes are of one head: the first is the batch of the input, not batch times heads."""
+        given = self.inputs[0] if self.inputs else None
+        if len(logits) != 3 or len(queries) != 1 or not isinstance(given, Tensor) or given.ndim < 3:
+            return False
+        return given.shape[:2] == (logits[0], logits[queries[0]])
 
 
 @dataclass(slots=True)
@@ -87,7 +96,7 @@ class Recording(RecordingViews):
         choice("precision", precision, PRECISIONS)
         self.measures = check_measures(measures)
         self.top = whole("top", top, low=1, high=MAX_TOP)
-        self.sinks = tuple(sinks) if isinstance(sinks, list) else sinks
+        self.sinks = _plain_sinks(sinks)
         self.precision, self.row_masks = precision, RowMasks(rows)
         self.longest = 0
         self.not_seen: dict[str, str] = {}
@@ -206,7 +215,7 @@ class Recording(RecordingViews):
         """The modules that are being called, the outermost first."""
         return tuple(self._call_stack)
 
-    def enter(self, name: str, module: nn.Module, kind: Kind | None = None) -> None:
+    def enter(self, name: str, module: nn.Module, kind: Kind | None = None, inputs: tuple[Any, ...] = ()) -> None:
         """Note the call of a module; `kind` says what kind of attention it seems to be.
 
         A new pass begins when a module that has been called from outside in this pass is called from outside again.
@@ -224,7 +233,7 @@ class Recording(RecordingViews):
                 for listener in self.pass_started:
                     listener()
             self._entry_modules.add(name)
-        self._call_stack.append(Frame(name, module, kind))
+        self._call_stack.append(Frame(name, module, kind, inputs))
 
     def leave(self, failed: bool = False) -> None:
         """Note the return from a module; when the outermost one returns, reduce what is pending."""
@@ -234,9 +243,17 @@ class Recording(RecordingViews):
                 self.overlook(unseen_reason(frame.module, frame.kind))
             self._call_stack.pop()
             if not self._call_stack:
+                if failed and sys.exc_info()[0] is not None:
+                    self._drop_pass()
                 self._reduce_pending()
                 for listener in self.pass_ended:
                     listener()
+
+    def _drop_pass(self) -> None:
+        """Forget what a call has recorded that ended with an error, which the caller may catch."""
+        self._pending.clear()
+        if self._passes and not self._passes[-1]:
+            self._passes.pop()
 
     def overlook(self, reason: str, depth: int = 0) -> None:
         """List the module that is called as not seen."""
@@ -385,3 +402,10 @@ def _maximum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
         return _mean(values, axes)
     undefined = values.isnan()
     return values.masked_fill(undefined, -torch.inf).amax(axes).masked_fill(undefined.all(axes), torch.nan)
+
+
+def _plain_sinks(sinks: Any) -> Any:
+    """Return key numbers that come in a list, a range or an array of NumPy as Python's own; all else as it is."""
+    if isinstance(sinks, np.ndarray | np.integer):
+        sinks = sinks.tolist()
+    return tuple(sinks) if isinstance(sinks, list | range) else sinks

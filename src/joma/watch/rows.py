@@ -316,6 +316,10 @@ class RowMasks:
         for mask in self._query_masks(layer):
             if mask.read in (real_tokens, not_padding) and self._fit(mask, batch, queries) is not None:
                 return self._starts(mask, batch, queries, keys)
+        for mask in self._query_masks(layer):
+            if mask.read is seen_tokens and mask.values.ndim == 4 and mask.values.shape[::3] == (batch, keys):
+                visible = self._once(_visible, mask.values, -2)
+                return visible.int().argmax(-1, keepdim=True).expand(batch, queries)
         return self._packed_starts(batch, queries) if queries == keys else None
 
     def _starts(self, mask: Mask, batch: int, queries: int, keys: int) -> Int[Tensor, "batch query"] | None:

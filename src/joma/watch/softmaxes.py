@@ -56,9 +56,14 @@ class Softmax:
 
     logits: Tensor
     axis: int  # of the keys
-    version: int | None  # of the logits when the weights were computed
+    version: int | None  # of the logits when the weights were computed, or None if unknown
     context: Any  # what the caller wants to know of the moment of the softmax
     used: bool = False
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the logits have been changed in place since."""
+        return self.version is not None and self.logits._version != self.version
 
 
 class _Trace(NamedTuple):
@@ -196,6 +201,8 @@ def attention_logits(use: Use, heads: int | None) -> tuple[Tensor, Tensor | None
     if len(queries) > 1 and logits.ndim - len(queries) < 3:  # heads and queries have been merged into one axis
         queries.remove(next((axis for axis in queries if logits.shape[axis] == heads), queries[0]))
     others = [axis for axis in range(logits.ndim) if axis != softmax.axis and axis not in queries]
+    if heads and len(queries) > 1 and len(others) == 2 and logits.shape[others[1]] * logits.shape[queries[0]] == heads:
+        others.append(queries.pop(0))  # the heads that share a head of keys, in an einsum
     logits = logits.permute(*others, *queries, softmax.axis)
     logits = logits.flatten(len(others), -2) if len(queries) > 1 else logits
     if heads and len(others) == 1 and logits.shape[0] % heads == 0:

@@ -117,8 +117,8 @@ def _hooks(modules: Mapping[str, tuple[str, nn.Module]], recording: Recording) -
                 continue  # torch's elementary layers (linear maps, norms, …) do not call attention
             kind = attention_kind(module)
 
-            def enter(module: nn.Module, _: Any, layer: str = layer, kind: Kind | None = kind) -> None:
-                recording.enter(layer, module, kind)
+            def enter(module: nn.Module, args: Any, layer: str = layer, kind: Kind | None = kind) -> None:
+                recording.enter(layer, module, kind, args)
 
             def leave(_module: nn.Module, _args: Any, result: Any) -> None:
                 recording.leave(failed=result is None)
