@@ -316,11 +316,14 @@ class RowMasks:
         for mask in self._query_masks(layer):
             if mask.read in (real_tokens, not_padding) and self._fit(mask, batch, queries) is not None:
                 return self._starts(mask, batch, queries, keys)
+        starts = self._packed_starts(batch, queries) if queries == keys else None
+        if starts is not None:
+            return starts
         for mask in self._query_masks(layer):
             if mask.read is seen_tokens and mask.values.ndim == 4 and mask.values.shape[::3] == (batch, keys):
                 visible = self._once(_visible, mask.values, -2)
                 return visible.int().argmax(-1, keepdim=True).expand(batch, queries)
-        return self._packed_starts(batch, queries) if queries == keys else None
+        return None
 
     def _starts(self, mask: Mask, batch: int, queries: int, keys: int) -> Int[Tensor, "batch query"] | None:
         """Return where each row's sequence starts by a mask; None if at key 0, or if the keys are not the mask's."""
