@@ -7,7 +7,7 @@ a decoder, two in an encoder-decoder, one for each stage of a Swin Transformer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,19 @@ def layer_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
         plain[name] = plain[above] if name and added else f"{plain.get(above, '')}.{part}".lstrip(".")
     adapts = any(type(module).__module__.startswith("peft.") for name, module in modules.items() if not plain[name])
     return {name: layer.removeprefix(ADAPTED) or layer for name, layer in plain.items()} if adapts else plain
+
+
+def first_free(name: str, *taken: Container[str]) -> str:
+    """Return `name`, or `name[1]`, `name[2]` … if it is taken.
+
+    >>> first_free("layer", {"layer", "layer[1]"})
+    'layer[2]'
+    """
+    label, index = name, 0
+    while any(label in names for names in taken):
+        index += 1
+        label = f"{name}[{index}]"
+    return label
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -52,8 +52,8 @@ def gradient_norms(model: nn.Module, *, blocks: str | None = None) -> dict[str, 
 def _groups(model: nn.Module, blocks: str | None) -> list[tuple[str, nn.Parameter]]:
     """Return every parameter once, with the name of its block, "embedding" or "other"; blocks come first."""
     owners: dict[int, str] = {}
-    found = find_blocks(model, blocks)
-    for name, block in found.items():
+    block_modules = find_blocks(model, blocks)
+    for name, block in block_modules.items():
         for parameter in block.module.parameters():
             owners.setdefault(id(parameter), name or type(model).__name__)
     for module in model.modules():
@@ -64,7 +64,7 @@ def _groups(model: nn.Module, blocks: str | None) -> list[tuple[str, nn.Paramete
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), EMBEDDING)
     groups = [(owners.get(id(parameter), OTHER), parameter) for parameter in model.parameters()]
-    order = {name or type(model).__name__: index for index, name in enumerate(found)}
+    order = {name or type(model).__name__: index for index, name in enumerate(block_modules)}
     return sorted(groups, key=lambda pair: order.get(pair[0], len(order) + (pair[0] == OTHER)))
 
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from joma.arguments import InputError, StateError, flag, instance
 from joma.probes.spectrum import state_ranks
-from joma.watch.blocks import find_blocks, named_modules
+from joma.watch.blocks import find_blocks, first_free, named_modules
 from joma.watch.rows import RowMasks, RowsUnknown
 from joma.watch.switches import without_compilation, without_fast_path
 
@@ -55,12 +55,14 @@ class HiddenStates:
         if not self._residual and not self._ranks:
             raise InputError("residual`, `ranks", "True, at least one of them", "False for both", "set one of them")
         self.row_masks, self.rows_unknown = RowMasks(rows), {}
-        self._found = find_blocks(model, blocks)
-        self._widths = {name: block.widths for name, block in self._found.items()}
-        self._sequence_first = {name for name, block in self._found.items() if block.is_sequence_first}
-        self._attention = {name for block in self._found.values() for name in block.attention} if ranks else set()
+        self._block_modules = find_blocks(model, blocks)
+        self._widths = {name: block.widths for name, block in self._block_modules.items()}
+        self._sequence_first = {name for name, block in self._block_modules.items() if block.is_sequence_first}
+        self._attention = (
+            {name for block in self._block_modules.values() for name in block.attention} if ranks else set()
+        )
         self._model_name = type(model).__name__
-        self.blocks = tuple(name or self._model_name for name in self._found)
+        self.blocks = tuple(name or self._model_name for name in self._block_modules)
         self.refused: InputError | None = None
         self._passes: list[dict[tuple[str, str], Float[Tensor, " quantity"]]] = []
         self._calls: list[_Call] = []  # the modules that are being called, outermost first
@@ -111,7 +113,7 @@ class HiddenStates:
             if not self._passes or name in self._entry_modules:
                 self._begin_pass()
             self._entry_modules.add(name)
-        self._calls.append(_Call(name, self._new_label(name) if name in self._found else None))
+        self._calls.append(_Call(name, self._new_label(name) if name in self._block_modules else None))
 
     def _leave(self, name: str, output: object) -> None:
         """Note that a module returns, or raises if `output` is None, and measure what it returns."""
@@ -136,13 +138,13 @@ class HiddenStates:
 
     def _new_label(self, name: str) -> str:
         """Return the name of a block, with a number from its second call in a pass on."""
-        label = _first_free(name or self._model_name, self._labels)
+        label = first_free(name or self._model_name, self._labels)
         self._labels.add(label)
         return label
 
     def _new_stream(self, block: str) -> str:
         """Return "attention", with a number from the second attention of a block on, such as cross attention."""
-        return _first_free(ATTENTION, {stream for label, stream in self._passes[-1] if label == block})
+        return first_free(ATTENTION, {stream for label, stream in self._passes[-1] if label == block})
 
     def _in_forward_pass(self) -> bool:
         """Whether this is the thread of the context, and not the recomputation of a forward in a backward pass."""
@@ -256,11 +258,11 @@ def _row_masks(model: nn.Module, recording: HiddenStates) -> Iterator[None]:
 @contextmanager
 def _hooks(model: nn.Module, recording: HiddenStates) -> Iterator[None]:
     """Register hooks on the blocks, their attention (for the ranks), and all modules that contain a block."""
-    found, handles = recording._found, []
-    outer = {name.rsplit(".", count)[0] for name in found for count in range(1, name.count(".") + 1)} | {""}
+    blocks, handles = recording._block_modules, []
+    outer = {name.rsplit(".", count)[0] for name in blocks for count in range(1, name.count(".") + 1)} | {""}
     try:
         for name, module in named_modules(model).items():
-            if name not in recording._attention and name not in outer and name not in found:
+            if name not in recording._attention and name not in outer and name not in blocks:
                 continue
 
             def enter(*_: Any, name: str = name) -> None:
@@ -275,15 +277,6 @@ def _hooks(model: nn.Module, recording: HiddenStates) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _first_free(name: str, taken: set[str]) -> str:
-    """Return `name`, or `name[1]`, `name[2]` … if it is taken."""
-    label, index = name, 0
-    while label in taken:
-        index += 1
-        label = f"{name}[{index}]"
-    return label
 
 
 def _first_tensor(output: object) -> Tensor | None:

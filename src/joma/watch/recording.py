@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from joma.arguments import InputError, StateError, choice, whole
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.summary import MAX_TOP, MEASURES, AttentionCall, Sinks, check_measures
+from joma.watch.blocks import first_free
 from joma.watch.rows import RowMasks, check_rows
 from joma.watch.unseen import NO_VALUES, AttentionNotSeen, Kind, describe, unseen_reason
 from joma.watch.views import RecordingViews
@@ -289,10 +290,7 @@ class Recording(RecordingViews):
         self.longest = max(self.longest, keys)
         self._explain()
         name = self._call_stack[depth - 1].name or self._model_name
-        recorded, index, label = self._passes[-1], 0, name
-        while label in recorded or label in self._pending:
-            index += 1
-            label = f"{name}[{index}]"
+        label = first_free(name, self._passes[-1], self._pending)
         batch, _, queries = next(iter(values.values())).shape
         rows = self.row_masks.rows_for(label, batch, queries)
         if rows is None:
