@@ -39,7 +39,7 @@ def test_the_table_of_a_page_has_the_verdicts_of_the_stored_run(path):
     assert rows == [table_row(record) for record in judged]
     assert rows == [table_row(record) for record in stored.claims]
     assert [record["statement"] for record in stored.claims] == [claim.statement for claim in study.claims]
-    assert stored.description == study.description
+    assert stored.description == study.description("paper", stored.description.outcome)
 
 
 @EACH_RUN

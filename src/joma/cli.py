@@ -48,8 +48,8 @@ class ListCommand:
 
         for study in studies:
             costs = ", ".join(f"{name} {preset.seconds:g} s" for name, preset in study.presets.items())
-            rows = ((claim.statement, claim.expected.text, ", ".join(claim.presets)) for claim in study.claims)
-            columns, note = ("claim", "expected", "decided at"), f"{study.source}; on 2 cores: {costs}"
+            rows = ((c.kind, c.statement, c.expected.text, ", ".join(c.presets)) for c in study.claims)
+            columns, note = ("kind", "claim", "expected", "decided at"), f"{study.source}; on 2 cores: {costs}"
             show(grid(f"{study.name}: {study.title}", columns, rows, note))
         return DONE
 
@@ -276,10 +276,11 @@ Command = (
 
 def show_claims(title: str, outcome: Any, note: str | None = None) -> None:
     """Print the claims of one run as a table, with a note below the title such as how long it took."""
-    from joma.report.table import claims, show
+    from joma.report.table import claims, show, totals
 
     note = note or ("was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s")
-    show(claims(f"{outcome.study}: {title}", outcome.claims, f"{outcome.path}, {note}"))
+    counts = totals(outcome.claims)
+    show(claims(f"{outcome.study}: {title}", outcome.claims, f"{outcome.path}, {note} ({counts})"))
 
 
 def exit_code(outcomes: list[Any], expected: int, *, as_json: bool) -> int:

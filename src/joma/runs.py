@@ -44,6 +44,7 @@ from joma.manifest import MANIFEST, Manifest, file_checksum, read_manifest, writ
 from joma.stamp import now, provenance
 
 TRAJECTORY, CONFIG, CLAIMS, FIGURES = "trajectory.nc", "config.json", "claims.json", "figures"
+HIGHLIGHT = "0-highlight"  # the name of the small picture for the report's first screen, without suffix
 LARGE_ARRAY = 1 << 22  # bytes; a larger array is read while its checksum is computed, not after it
 
 
@@ -52,14 +53,22 @@ class Description:
     """What is stored about the study for readers of a run, so that a report needs no study's code.
 
     Attributes:
-        title, source, about: of the study, for a reader.
+        title, source: of the study, for a reader.
+        statement: what the paper says.
+        about: what was done.
+        outcome: what came out of this run.
+        highlight: what the small picture `figures/0-highlight.svg` on the report's first screen shows, such as "Figure
+            4"; empty if there is none.
         figures: names of the files in `figures/`, without suffix, in the order in which they are shown. None in runs of
             version 0.1.0, whose figures are ordered by the number that their names begin with.
     """
 
     title: str = ""
     source: str = ""
+    statement: str = ""
     about: str = ""
+    outcome: str = ""
+    highlight: str = ""
     figures: Sequence[str] | None = None
 
 
@@ -222,7 +231,7 @@ def finish(path: Path, stored: StoredClaims) -> None:
         "claims": stored.claims,
     }
     write_json(path / CLAIMS, content)
-    stems = stored.description.figures or ()
+    stems = {*(stored.description.figures or ()), *([HIGHLIGHT] if stored.description.highlight else [])}
     files = (file for file in list_folder(path / FIGURES) if file.stem in stems and not is_folder(file))
     figures = (f"{FIGURES}/{file.name}" for file in files)
     _write_stage(path, complete=True, results=(CLAIMS, *figures))

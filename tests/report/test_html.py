@@ -114,7 +114,7 @@ def test_runs_are_in_the_order_of_studies_and_then_oldest_first(tmp_path):
 
 
 def test_the_overview_counts_verdicts(tmp_path):
-    verdicts = ("holds", "holds", "does not hold", "not tested at this preset")
+    verdicts = ("holds", "holds", "does not hold", "not tested")
     store(tmp_path, claims=[claim(verdict) for verdict in verdicts])
     store(tmp_path, "ladder", claims=[claim("does not hold")])
     page, _ = report(tmp_path)
@@ -131,7 +131,7 @@ def test_claims_show_expected_and_measured_values_and_the_verdict(tmp_path):
     claims = [
         claim("holds", "Every seed."),
         claim("does not hold", "The mean.", across="mean"),
-        claim("not tested at this preset", "One seed.", values=(0.123456,)),
+        claim("not tested", "One seed.", values=(0.123456,)),
     ]
     store(tmp_path, claims=claims)
     page, _ = report(tmp_path)
@@ -139,7 +139,7 @@ def test_claims_show_expected_and_measured_values_and_the_verdict(tmp_path):
     assert rows == [
         ["Every seed.", "at least 1", "2 ± 11 to 3 over 2, each judged", "✓ holds"],
         ["The mean.", "at least 1", "2 ± 11 to 3 over 2, mean judged", "✗ does not hold"],
-        ["One seed.", "at least 1", "0.1235", "– not tested at this preset"],
+        ["One seed.", "at least 1", "0.1235", "– not tested"],
     ]
 
 

@@ -23,7 +23,7 @@ SPARSE_BYTES = 1 << 40  # a file of a terabyte that takes no space on the disk
 WORDS = {
     "holds": "does not hold",
     "does not hold": "holds",
-    "not tested at this preset": "holds",
+    "not tested": "holds",
     "quick": "paper",
     "every": "mean",
     "mean": "every",

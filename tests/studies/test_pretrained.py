@@ -98,7 +98,7 @@ def test_folders_or_repositories_are_probed_side_by_side(folder, trajectory, tmp
     last = trajectory.sel(seed=1, step=12).isel(model=0)
     np.testing.assert_array_equal(both.entropy.isel(model=1, seed=0).sel(step=0), last.entropy)
     verdicts = {claim.name: claim.judge(both, "paper")["verdict"] for claim in CLAIMS}
-    untested = {name for name, verdict in verdicts.items() if verdict == "not tested at this preset"}
+    untested = {name for name, verdict in verdicts.items() if verdict == "not tested"}
     assert untested == {"falls", "bounces", "not-noise"}  # a series of two cannot fall and recover
     single = pretrained.draw(both).axes[3:]
     assert [axes.get_ylabel() for axes in single] == ["entropy / nats", "stable rank", "root mean square cosine"]

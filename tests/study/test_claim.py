@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from scipy import stats
 
-from joma.study import Claim, NotInRun, at_least, at_most, between, near, select
+from joma.study import Claim, NotInRun, above, at_least, at_most, between, near, select
 
 
 def test_what_a_run_lacks_is_not_tested():
@@ -14,7 +15,38 @@ def test_what_a_run_lacks_is_not_tested():
         raise NotInRun
 
     judged = Claim("x", "x", missing, at_least(0.0)).judge(xr.Dataset({"x": ("seed", [1.0])}), "quick")
-    assert (judged["verdict"], judged["measured"]["values"]) == ("not tested at this preset", [None])
+    assert (judged["verdict"], judged["measured"]["values"]) == ("not tested", [None])
+    assert judged["reason"] == "not in this run"
+
+
+def test_a_claim_that_is_not_tested_has_its_reason():
+    run = xr.Dataset({"x": ("seed", [1.0])})
+    reasons = {
+        "decided at preset paper only": Claim("x", "x", lambda run: run.x, at_least(0.0), presets=("paper",)),
+        "needs 3 seeds, this run has 1": Claim("x", "x", lambda run: run.x, at_least(0.0), seeds=3),
+        "needs 2 seeds, this run has 1": Claim("x", "x", lambda run: run.x, at_least(0.0), across="interval"),
+        "this run has no depth 5": Claim("x", "x", lambda run: select(run.x, seed=5), at_least(0.0)),
+    }
+    for reason, claim in reasons.items():
+        judged = claim.judge(run.assign_coords(seed=[0]), "quick")
+        assert (judged["verdict"], judged["reason"]) == ("not tested", reason.replace("depth", "seed"))
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=8), st.floats(-2, 2))
+def test_an_interval_over_seeds_is_judged_whole(values, bound):
+    claim = Claim("x", "x", lambda run: run.x, above(bound), across="interval")
+    judged = claim.judge(xr.Dataset({"x": ("seed", values)}), "quick")
+    assume(np.ptp(values) > 1e-6)
+    low, high = stats.t(len(values) - 1, np.mean(values), stats.sem(values)).interval(0.95)
+    assume(abs(low - bound) > 1e-9 and abs(high - bound) > 1e-9)
+    expected = "holds" if low > bound else "does not hold" if high < bound else "not tested"
+    assert judged["verdict"] == expected
+    assert ("undecided" in judged["reason"]) == (expected == "not tested")
+
+
+def test_diverged_seeds_do_not_pass_an_interval():
+    claim = Claim("x", "x", lambda run: run.x, above(0), across="interval")
+    assert claim.judge(xr.Dataset({"x": ("seed", [1.0, np.nan])}), "quick")["verdict"] == "does not hold"
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.floats(-5, 5), st.booleans())

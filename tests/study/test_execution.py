@@ -21,7 +21,7 @@ def verdicts(outcome):
 
 def test_a_run_is_stored_judged_and_drawn(tmp_path):
     outcome = execute(STUDY, out=tmp_path)
-    assert verdicts(outcome) == {"end": "holds", "each": "holds", "later": "not tested at this preset"}
+    assert verdicts(outcome) == {"end": "holds", "each": "holds", "later": "not tested"}
     assert outcome.failed == 0
     names = {str(path.relative_to(outcome.path)) for path in outcome.path.rglob("*") if path.is_file()}
     figures = {f"figures/1-line{suffix}" for suffix in (".svg", ".pdf", ".txt")}
@@ -52,8 +52,8 @@ def changed(**options):
         ({"expected": at_least(3.0)}, "does not hold"),
         ({"statement": "The line ends where it should."}, "holds"),
         ({"across": "every"}, "holds"),
-        ({"presets": ("quick",)}, "not tested at this preset"),
-        ({"seeds": 3}, "not tested at this preset"),
+        ({"presets": ("quick",)}, "not tested"),
+        ({"seeds": 3}, "not tested"),
         ({"name": "last"}, "holds"),
     ],
 )
@@ -232,7 +232,7 @@ def test_diverged_seeds_are_warned_of_and_logged(tmp_path):
 
 def test_a_run_describes_itself_and_a_changed_title_is_stored_without_a_new_run(tmp_path):
     path = execute(STUDY, out=tmp_path).path
-    assert read_claims(path).description == Description("A line", "Euclid", STUDY.about, ["1-line"])
+    assert read_claims(path).description == Description("A line", "Euclid", about=STUDY.about, figures=["1-line"])
     calls = len(toy_study.calls)
     again = execute(dataclasses.replace(STUDY, title="A straight line"), out=tmp_path)
     assert len(toy_study.calls) == calls

@@ -20,7 +20,7 @@ from joma.runs import FIGURES, Description, check_run, find_runs, read_claims, r
 from joma.stamp import now, provenance
 
 # The sign and the CSS class of each verdict.
-VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested at this preset": ("–", "open")}
+VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested": ("–", "open")}
 
 
 @dataclass(frozen=True)

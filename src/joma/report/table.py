@@ -10,12 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from joma.terminal import printable
+from joma.verdicts import KINDS, count_by_kind
 
 # The verdicts in their colours.
 MARKS = {
     "holds": Text("holds", "green"),
     "does not hold": Text("does not hold", "bold red"),
-    "not tested at this preset": Text("not tested at this preset", "dim"),
+    "not tested": Text("not tested", "dim"),
 }
 
 
@@ -55,12 +56,33 @@ def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]
 
 
 def claims(title: str, records: Iterable[Mapping[str, Any]], note: str = "") -> Table:
-    """Return the table of stored claims: sentence, expected and measured value, and verdict."""
-    rows = (
-        (record["statement"], record["expected"], spread(record["measured"]), MARKS[record["verdict"]])
-        for record in records
+    """Return the table of stored claims by kind: sentence, expected and measured value, and verdict."""
+    ordered = sorted(records, key=lambda record: list(KINDS).index(record["kind"]))
+    return grid(title, ("kind", "claim", "expected", "measured", "verdict"), map(_claim_row, ordered), note)
+
+
+def _claim_row(record: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    statement = Text(printable(record["statement"]))
+    if record["quantity"]:
+        statement.append(f"\n{printable(record['quantity'])}", "dim")
+    verdict = MARKS[record["verdict"]]
+    if record["reason"]:
+        verdict = verdict.copy().append(f": {printable(record['reason'])}")
+    return record["kind"], statement, record["expected"], spread(record["measured"]), verdict
+
+
+def totals(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return how many claims of each kind hold, do not hold and are not tested, as one line of text.
+
+    >>> totals([{"kind": "theorem", "verdict": "holds"}, {"kind": "check", "verdict": "not tested"}])
+    'theorem: 1 holds, 0 do not, 0 not tested; check: 0 hold, 0 do not, 1 not tested'
+    """
+    counts = count_by_kind(records).items()
+    return "; ".join(
+        f"{kind}: {count['holds']} hold{'s' * (count['holds'] == 1)}, {count['does not hold']} "
+        f"do{'es' * (count['does not hold'] == 1)} not, {count['not tested']} not tested"
+        for kind, count in counts
     )
-    return grid(title, ("claim", "expected", "measured", "verdict"), rows, note)
 
 
 class _Console(Console):

@@ -9,13 +9,19 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import xarray as xr
+from scipy import special
+
+from joma.verdicts import Kind, Verdict
 
 Values = TypeVar("Values", xr.Dataset, xr.DataArray)
-Verdict = Literal["holds", "does not hold", "not tested at this preset"]
+CONFIDENCE = 0.95
 
 
 class NotInRun(Exception):
-    """The run lacks what a claim is about, such as an arm that was left out or a size that was not trained."""
+    """The run lacks what a claim is about, such as an arm that was left out or a size that was not trained.
+
+    Its text completes the sentence "this run has no …".
+    """
 
 
 def select(values: Values, **labels: Any) -> Values:
@@ -102,20 +108,25 @@ class Claim:
 
     Attributes:
         name: a short name, unique within the study.
-        statement: the sentence, with its source.
+        statement: what is claimed, in one short sentence.
         measure: a function of the run's Dataset that returns one number, or an array over `seed`. It raises `NotInRun`
             if the run lacks what the claim is about; the claim is then not tested.
         expected: where the number must lie: `at_most`, `at_least`, `above`, `below`, `between` or `near`.
-        across: whether `every` seed must lie there, or the `mean` over seeds.
+        kind: one of `joma.verdicts.KINDS`.
+        quantity: what number is measured, for the small print below the statement.
+        across: whether `every` seed must lie there, the `mean` over seeds, or the whole 95 % confidence `interval` of
+            that mean. A claim whose interval contains a bound is undecided, which counts as not tested.
         presets: the presets at which the claim can be decided; elsewhere it is measured but not judged.
-        seeds: the smallest number of seeds with which it can be decided; a bound over seeds needs two.
+        seeds: the smallest number of seeds with which it can be decided; an interval over seeds needs two.
     """
 
     name: str
     statement: str
     measure: Callable[[xr.Dataset], xr.DataArray | float]
     expected: Expected
-    across: Literal["every", "mean"] = "every"
+    kind: Kind = "check"
+    quantity: str = ""
+    across: Literal["every", "mean", "interval"] = "every"
     presets: tuple[str, ...] = ("quick", "paper")
     seeds: int = 1
 
@@ -124,35 +135,78 @@ class Claim:
         """The claim as it is stored and listed: all of it but how it is measured."""
         return {
             "name": self.name,
+            "kind": self.kind,
             "statement": self.statement,
+            "quantity": self.quantity,
             "expected": self.expected.text,
+            "low": _finite(self.expected.low),
+            "high": _finite(self.expected.high),
             "across": self.across,
             "presets": list(self.presets),
             "seeds": self.seeds,
         }
 
     def judge(self, trajectory: xr.Dataset, preset: str) -> dict[str, Any]:
-        """Measure the claim on a run and return its record: the declaration, the measured values and the verdict."""
-        tested = preset in self.presets and trajectory.sizes.get("seed", 1) >= self.seeds
+        """Measure the claim on a run and return its record.
+
+        The record is the declaration with the `measured` values, the `verdict`, and the `reason` if the claim is not
+        tested.
+        """
+        reason = self._too_little(trajectory, preset)
         try:
             values = np.atleast_1d(np.asarray(self.measure(trajectory), dtype=np.float64))
-        except NotInRun:
-            values, tested = np.array([np.nan]), False
+        except NotInRun as missing:
+            values, reason = np.array([np.nan]), f"this run has no {missing}" if str(missing) else "not in this run"
         if values.ndim != 1:
             raise TypeError(f"claim {self.name!r}: `measure` must return a number or one value for each seed")
+        if not reason and self.across == "interval" and (bound := self._bound_inside(values)) is not None:
+            low, high = mean_interval(values)
+            reason = f"undecided: the 95 % interval over seeds, {low:.3g} to {high:.3g}, contains {bound:.3g}"
+        verdict: Verdict = "not tested" if reason else "holds" if self._holds(values) else "does not hold"
+        return {**self.declaration, "measured": summary(values), "verdict": verdict, "reason": reason}
+
+    def _too_little(self, trajectory: xr.Dataset, preset: str) -> str:
+        """Return why a run of this preset and number of seeds cannot decide the claim, or an empty text if it can."""
+        seeds, needed = trajectory.sizes.get("seed", 1), max(self.seeds, 2 if self.across == "interval" else 1)
+        if preset not in self.presets:
+            return f"decided at preset {' or '.join(self.presets)} only"
+        return f"needs {needed} seeds, this run has {seeds}" if seeds < needed else ""
+
+    def _holds(self, values: np.ndarray) -> bool:
+        if self.across == "interval":
+            return all(bound in self.expected for bound in mean_interval(values))
         judged = values if self.across == "every" else values.mean(keepdims=True)
-        verdict: Verdict = "holds" if all(value in self.expected for value in judged) else "does not hold"
-        if not tested:
-            verdict = "not tested at this preset"
-        return {**self.declaration, "measured": summary(values), "verdict": verdict}
+        return all(value in self.expected for value in judged)
+
+    def _bound_inside(self, values: np.ndarray) -> float | None:
+        """Return the bound of what is expected that lies inside the confidence interval of the mean, if one does."""
+        low, high = mean_interval(values)
+        bounds = (bound for bound in (self.expected.low, self.expected.high) if math.isfinite(bound))
+        return next((bound for bound in bounds if low < bound < high), None)
+
+
+def mean_interval(values: np.ndarray, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Return Student's confidence interval of the mean of independent values, one for each seed; NaN for one value.
+
+    >>> low, high = mean_interval(np.array([1.0, 2.0, 3.0]))
+    >>> round(low, 3), round(high, 3)
+    (-0.484, 4.484)
+    """
+    if values.size < 2:
+        return math.nan, math.nan
+    quantile = float(special.stdtrit(values.size - 1, (1 + confidence) / 2))
+    half = quantile * float(values.std(ddof=1)) / math.sqrt(values.size)
+    return float(values.mean()) - half, float(values.mean()) + half
 
 
 def summary(values: np.ndarray) -> dict[str, Any]:
-    """Return mean, standard deviation, minimum and maximum over seeds; None for what JSON cannot hold, such as NaN."""
-    spread = values.std(ddof=1) if values.size > 1 and np.isfinite(values).all() else 0.0
+    """Return mean, standard deviation, range and 95 % interval over seeds; None for what JSON cannot hold, as NaN."""
+    several = values.size > 1 and bool(np.isfinite(values).all())
+    spread = values.std(ddof=1) if several else 0.0
     statistics = {"mean": values.mean(), "sd": spread, "min": values.min(), "max": values.max()}
     finite = {name: _finite(value) for name, value in statistics.items()}
-    return finite | {"values": [_finite(value) for value in values]}
+    interval = list(mean_interval(values)) if several else None
+    return finite | {"interval": interval, "values": [_finite(value) for value in values]}
 
 
 def _finite(value: float) -> float | None:

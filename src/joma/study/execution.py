@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from joma.arguments import MAX_WHOLE, InputError, choice, plain_text, short_reas
 from joma.files import StorageError, exists, lock, remove_leftovers
 from joma.progress import SILENT, Progress
 from joma.runs import (
+    HIGHLIGHT,
     Description,
     Run,
     StoredClaims,
@@ -36,7 +37,7 @@ from joma.runs import (
     read_config,
     reopen,
 )
-from joma.study.claim import Claim
+from joma.study.claim import Claim, NotInRun
 from joma.study.context import Context
 from joma.theory.integration import IntegrationError
 
@@ -49,11 +50,15 @@ MAX_SEEDS = 10**6
 
 @dataclass(frozen=True)
 class Preset:
-    """A config with the number of seeds it is run at and what it costs, in seconds on 2 cores."""
+    """A config with the number of seeds it is run at and what it costs, in seconds on 2 cores.
+
+    A preset that is about something else than the study, such as a toy in place of a public model, has its own `title`.
+    """
 
     config: Any
     seeds: int
     seconds: float
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,21 @@ class Drawing:
 
 
 @dataclass(frozen=True)
+class Highlight:
+    """The small picture of a study on the report's first screen: one panel, legible at a width of 6 cm.
+
+    Attributes:
+        label: what it shows, such as "Figure 4".
+        draw: draws it from the run's Dataset.
+        alt: what a reader who cannot see it has to know.
+    """
+
+    label: str
+    draw: Callable[[xr.Dataset], Figure]
+    alt: str
+
+
+@dataclass(frozen=True)
 class Study:
     """One figure, table or claim of a paper, declared.
 
@@ -72,11 +92,14 @@ class Study:
         name: as on the command line.
         title: one line for the report.
         source: theorem, figure and arXiv number.
-        about: a paragraph for the report: what is compared with what.
+        statement: what the paper says, in our own plain words.
+        about: a paragraph for the report: what was done, and what is compared with what.
         version: raised whenever `run` changes its result; part of the run's hash.
         presets: `quick` (2 cores, seconds) and `paper`.
         run: a function of a config and a `Context` that returns a Dataset, with seeds as the axis `seed`.
         claims: what is claimed and how it is measured.
+        outcome: a function of the Dataset that returns what came out, in one sentence with its numbers.
+        highlight: the small picture on the report's first screen, of the few studies that have one.
         figures: drawings by name, each from the Dataset alone: drawing never recomputes.
         threads: number of torch's threads while it runs; None for torch's default, 1 if tensors are so small that
             threads would mostly wait for each other.
@@ -92,15 +115,24 @@ class Study:
     presets: Mapping[str, Preset]
     run: Callable[[Any, Context], xr.Dataset]
     claims: tuple[Claim, ...]
+    statement: str = ""
+    outcome: Callable[[xr.Dataset], str] | None = None
+    highlight: Highlight | None = None
     figures: Mapping[str, Drawing] = field(default_factory=dict)
     threads: int | None = None
     inputs: Callable[[Any], Mapping[str, str]] = lambda _: {}
 
-    @property
-    def description(self) -> Description:
-        """What is stored with a run for its readers."""
-        figures = [f"{index}-{name}" for index, name in enumerate(self.figures, start=1)]
-        return Description(self.title, self.source, self.about, figures)
+    def description(self, preset: str, outcome: str = "") -> Description:
+        """Return what is stored with a run of `preset` for its readers."""
+        return Description(
+            title=self.presets[preset].title or self.title,
+            source=self.source,
+            statement=self.statement,
+            about=self.about,
+            outcome=outcome,
+            highlight=self.highlight.label if self.highlight else "",
+            figures=[f"{index}-{name}" for index, name in enumerate(self.figures, start=1)],
+        )
 
 
 @dataclass(frozen=True)
@@ -189,9 +221,10 @@ def _finished(study: Study, path: Path) -> Outcome:
     check_run(path)
     stored, preset = read_claims(path), read_config(path)["preset"]
     claims, wall_time = stored.claims, stored.wall_time
-    results = {"measured", "verdict"}
+    results = {"measured", "verdict", "reason"}
     declared = [{name: value for name, value in claim.items() if name not in results} for claim in claims]
-    if declared != [claim.declaration for claim in study.claims] or stored.description != study.description:
+    description = study.description(preset, stored.description.outcome)
+    if declared != [claim.declaration for claim in study.claims] or stored.description != description:
         claims, wall_time = _judge_again(study, path)
     return Outcome(study.name, preset, path, claims, wall_time, reused=True)
 
@@ -215,22 +248,34 @@ def _judge_and_finish(study: Study, path: Path) -> tuple[list[dict[str, Any]], f
     choice("preset", preset, study.presets)
     claims = [claim.judge(trajectory, preset) for claim in study.claims]
     reopen(path)
-    _draw(study, trajectory, path)
+    description = study.description(preset, _outcome(study, trajectory))
+    _draw(study, trajectory, path, description.figures or ())
     wall_time = float(trajectory.attrs["wall_time_s"])
-    finish(path, StoredClaims(claims, study.description, wall_time))
+    finish(path, StoredClaims(claims, description, wall_time))
     return claims, wall_time
 
 
-def _draw(study: Study, trajectory: xr.Dataset, path: Path) -> None:
-    """Draw and write all figures of a study, and remove those that it no longer has."""
+def _outcome(study: Study, trajectory: xr.Dataset) -> str:
+    """Return what came out of a run in one sentence, or an empty text if the run lacks what the sentence is about."""
+    try:
+        return study.outcome(trajectory) if study.outcome else ""
+    except NotInRun:
+        return ""
+
+
+def _draw(study: Study, trajectory: xr.Dataset, path: Path, names: Sequence[str]) -> None:
+    """Draw and write all figures of a study under these names, and remove those that it no longer has."""
     from joma.drawing import clear, save, style
 
-    names, earlier = study.description.figures or [], earlier_figures(path)
-    for name, drawing in zip(names, study.figures.values(), strict=True):
+    drawings = [(name, figure.draw, figure.caption) for name, figure in zip(names, study.figures.values(), strict=True)]
+    if study.highlight is not None:
+        drawings.append((HIGHLIGHT, study.highlight.draw, study.highlight.alt))
+    earlier = earlier_figures(path)
+    for name, draw, caption in drawings:
         with style():
-            figure = drawing.draw(trajectory)
-        save(figure, path / "figures" / name, caption=drawing.caption)
-    clear(path / "figures", keep=names, earlier=earlier)
+            figure = draw(trajectory)
+        save(figure, path / "figures" / name, caption=caption)
+    clear(path / "figures", keep=[name for name, _, _ in drawings], earlier=earlier)
 
 
 def _warn_of_diverged_seeds(result: xr.Dataset, run: Run) -> None:

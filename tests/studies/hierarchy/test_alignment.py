@@ -91,7 +91,7 @@ def test_the_gain_over_a_control_is_a_difference_of_arms(trajectory):
 
 def test_the_table_is_judged_at_the_paper_preset_alone(trajectory):
     judged = verdicts(trajectory)
-    assert {name for name, verdict in judged.items() if verdict == "not tested at this preset"} == {
+    assert {name for name, verdict in judged.items() if verdict == "not tested"} == {
         name for name in judged if name.startswith("table-")
     }
     assert sum(name.startswith("table-") for name in judged) == 16
@@ -147,7 +147,7 @@ def test_controls_may_be_left_out(change, tmp_path):
     config = replace(SMALL, **change, steps=3, records=2)
     outcome = execute(replace(STUDY, presets={"quick": Preset(config, 1, 1)}), out=tmp_path)
     has_controls = change["controls"] == (5,)
-    tested = {claim["name"] for claim in outcome.claims if claim["verdict"] != "not tested at this preset"}
+    tested = {claim["name"] for claim in outcome.claims if claim["verdict"] != "not tested"}
     compared = {f"{arm}-s{layer}" for arm in ("frozen", "uniform", "linear") for layer in (0, 1)}
     assert tested == {"learned-s0", "learned-s1"} | (compared if has_controls else set())
     values = [claim["measured"]["mean"] for claim in outcome.claims if claim["name"] in compared]
@@ -158,9 +158,7 @@ def test_controls_may_be_left_out(change, tmp_path):
 def test_a_cell_that_was_not_trained_is_not_judged(trajectory):
     """One of Table 1's eight cells."""
     single_cell = trajectory.isel(cell=[0]).assign_coords(cell=[cell(20, 2, (10, 20))])
-    judged = {
-        name for name, verdict in verdicts(single_cell, "paper").items() if verdict != "not tested at this preset"
-    }
+    judged = {name for name, verdict in verdicts(single_cell, "paper").items() if verdict != "not tested"}
     assert {name for name in judged if name.startswith("table")} == {"table-20-2-10-20-s0", "table-20-2-10-20-s1"}
 
 
@@ -169,7 +167,7 @@ def test_a_seed_that_diverged_in_one_cell_is_nan_in_every_mean_over_cells(trajec
     diverged.alignment.loc[{"arm": "trained", "cell": cell(6, 2, (4, 5)), "seed": 0, "step": slice(1, None)}] = np.nan
     for values in (gain_over_control(diverged, "frozen", 0), gain_over_start(diverged, 1)):
         np.testing.assert_array_equal(np.isnan(values), [True, False])
-    assert set(verdicts(diverged).values()) == {"does not hold", "not tested at this preset"}
+    assert set(verdicts(diverged).values()) == {"does not hold", "not tested"}
 
 
 def test_equal_seeds_are_drawn_without_bars(trajectory):

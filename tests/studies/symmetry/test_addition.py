@@ -148,10 +148,10 @@ def test_a_claim_about_an_arm_that_was_not_trained_is_not_tested(few, only_these
     run, names = ideal_run(), few if only_these else {*all_arms(6)} - few
     expected, judged = verdicts(run, preset), verdicts(run.sel(arm=sorted(names)), preset)
     for name, arms in NEEDED.items():
-        assert judged[name] == (expected[name] if arms <= names else "not tested at this preset")
+        assert judged[name] == (expected[name] if arms <= names else "not tested")
     testable = {"none causal"} <= names and bool({f"{part} all" for part in REMOVED} & names)
     for name in ("slices-without", "slices-without-cka"):
-        assert judged[name] == ("holds" if testable else "not tested at this preset")
+        assert judged[name] == ("holds" if testable else "not tested")
     assert set(NEEDED) | {"slices-without", "slices-without-cka"} == {claim.name for claim in CLAIMS}
 
 
@@ -187,7 +187,7 @@ def test_reversed_sums_are_trained_tested_judged_and_drawn(tmp_path, monkeypatch
     assert limits.greedy != data.ceiling(2).greedy
     assert (float(trajectory.ceiling), float(trajectory.greedy)) == (limits.exact, limits.greedy)
     judged = {claim["name"]: claim["verdict"] for claim in outcome.claims}
-    assert (judged["ceiling-2"], judged["ceiling-3"]) == ("holds", "not tested at this preset")
+    assert (judged["ceiling-2"], judged["ceiling-3"]) == ("holds", "not tested")
     assert set(labels) == {"aa+bb=cc"}
     context = Context((0, 1))  # what is trained on: the loss before the first step
     batch = data.draw(addition_training.split_pairs(config, context).train, size=8, key=key(torch.tensor([0, 1]), 0))

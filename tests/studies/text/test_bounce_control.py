@@ -44,7 +44,7 @@ SMALL = Config(
     glance=40,
 )
 CONTEXT = Context((0, 1))
-UNTESTED = "not tested at this preset"
+UNTESTED = "not tested"
 
 
 @pytest.fixture(scope="module")

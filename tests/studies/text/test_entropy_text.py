@@ -58,7 +58,7 @@ def test_a_single_run_of_ten_layers_is_not_compared_with_the_mean_of_three(their
     """Single runs of the authors would fail, so the claim compares means over seeds."""
     single = [distance(theirs.isel(seed=[seed]), 10) for seed in range(3)]
     assert min(single) > 0.1
-    assert claims_with(theirs.isel(seed=[0, 1]), "not tested at this preset") == CURVES
+    assert claims_with(theirs.isel(seed=[0, 1]), "not tested") == CURVES
     pairs = [distance(theirs.sel(seed=theirs.seed != seed), 10) for seed in range(3)]
     np.testing.assert_allclose(2 * np.array(pairs), single)  # |mean of two − mean| is half of the third's
 
@@ -101,7 +101,7 @@ def test_a_layer_off_its_published_curve_is_seen_at_its_depth_alone(theirs):
     shift = 0.6 * ((theirs.depth == 5) & (theirs.layer == 2))
     assert claims_with(theirs.assign(entropy=theirs.entropy + shift), "does not hold") == {"curve-5"}
     assert claims_with(theirs.assign(window_entropy=theirs.entropy + shift), "does not hold") == {"window-5"}
-    untested = claims_with(theirs.drop_vars("window_entropy"), "not tested at this preset")
+    untested = claims_with(theirs.drop_vars("window_entropy"), "not tested")
     assert untested == {"window", "window-2", "window-5", "window-10"}
     assert distance(theirs.assign(entropy=theirs.entropy + shift), 5) == pytest.approx(0.12)
 
@@ -115,12 +115,12 @@ def test_a_layer_off_its_published_curve_is_seen_at_its_depth_alone(theirs):
     ],
 )
 def test_other_validation_texts_are_not_compared_with_the_published_curves(theirs, change, untested):
-    claims = claims_with(theirs.assign_attrs(change), "not tested at this preset")
+    claims = claims_with(theirs.assign_attrs(change), "not tested")
     assert claims == {name for name in CURVES if name.startswith(untested)}
 
 
 def test_a_curve_that_stops_short_is_not_judged_and_a_diverged_one_does_not_hold(theirs):
-    assert claims_with(theirs.isel(step=slice(0, -1)), "not tested at this preset") == CURVES
+    assert claims_with(theirs.isel(step=slice(0, -1)), "not tested") == CURVES
     diverged = theirs.copy()
     for name in ("entropy", "window_entropy"):
         diverged[name] = theirs[name].where((theirs.step < 2000) | (theirs.seed > 0))
@@ -146,7 +146,7 @@ def test_another_text_is_not_compared_with_the_published_numbers(theirs, other):
     other_text.attrs = {**theirs.attrs, **other} if other else {}
     everywhere = {"bounce", "deeper"}
     names = {claim.name for claim in CLAIMS}
-    assert claims_with(other_text, "not tested at this preset") == names - everywhere
+    assert claims_with(other_text, "not tested") == names - everywhere
     assert claims_with(other_text, "holds") == everywhere
 
 

@@ -157,7 +157,7 @@ def test_the_papers_rate_is_found_among_rounded_ones():
 
 def test_the_papers_rate_is_not_judged_where_it_was_not_trained(known):
     judged = verdicts(known.sel(rate=[2e-3, 1e-1]), "paper")
-    assert judged["bounces-1e-4"] == "not tested at this preset"
+    assert judged["bounces-1e-4"] == "not tested"
     assert judged["sooner"] == "does not hold"  # one of two rates bounces: nothing was left out
 
 

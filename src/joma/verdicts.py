@@ -1,0 +1,31 @@
+"""What kinds of claims there are, what their verdicts can be, and how many of each kind have which verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+Kind = Literal["theorem", "figure", "reading", "control", "check"]
+Verdict = Literal["holds", "does not hold", "not tested"]
+
+# What each kind of claim is. They are counted apart: a check that holds is no evidence for a paper.
+KINDS: dict[Kind, str] = {
+    "theorem": "proved in a paper, and tested under its premises",
+    "figure": "a published figure or table",
+    "reading": "what the authors conclude in words",
+    "control": "our own experiment on such a conclusion",
+    "check": "our implementation against itself or an earlier result",
+}
+
+
+def count_by_kind(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[Verdict, int]]:
+    """Return how many claims of each kind have each verdict; kinds without a claim are left out.
+
+    >>> count_by_kind([{"kind": "theorem", "verdict": "holds"}])
+    {'theorem': {'holds': 1, 'does not hold': 0, 'not tested': 0}}
+    """
+    verdicts: tuple[Verdict, ...] = get_args(Verdict)
+    pairs = Counter((record["kind"], record["verdict"]) for record in records)
+    present = [kind for kind in KINDS if any((kind, verdict) in pairs for verdict in verdicts)]
+    return {kind: {verdict: pairs[kind, verdict] for verdict in verdicts} for kind in present}
