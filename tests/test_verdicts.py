@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from joma.verdicts import KINDS, count_by_kind
+from joma.verdicts import KINDS, count_by_kind, present_form
 
 VERDICTS = ("holds", "does not hold", "not tested")
 
@@ -15,3 +15,12 @@ def test_every_claim_is_counted_once_under_its_own_kind(pairs):
     for kind, by_verdict in counts.items():
         for verdict in VERDICTS:
             assert by_verdict[verdict] == pairs.count((kind, verdict))
+
+
+def test_a_record_of_an_earlier_version_can_be_shown():
+    stored = {"statement": "x", "verdict": "holds", "measured": {"mean": 1.0, "values": [1.0]}}
+    record = present_form(stored)
+    assert stored.items() <= (record | {"measured": stored["measured"]}).items()
+    assert (record["kind"], record["reason"], record["measured"]["interval"]) == ("check", "", None)
+    present = record | {"kind": "theorem", "reason": "few seeds", "measured": {"interval": [0.0, 2.0]}}
+    assert present_form(present) == present

@@ -42,6 +42,7 @@ from joma.files import (
 )
 from joma.manifest import MANIFEST, Manifest, file_checksum, read_manifest, write_manifest
 from joma.stamp import now, provenance
+from joma.verdicts import present_form
 
 TRAJECTORY, CONFIG, CLAIMS, FIGURES = "trajectory.nc", "config.json", "claims.json", "figures"
 HIGHLIGHT = "0-highlight"  # the name of the small picture for the report's first screen, without suffix
@@ -301,9 +302,10 @@ def read_claims(path: Path) -> StoredClaims:
     fields = _checked_fields(_manifest(path), CLAIMS, "claims", "wall_time_s")
     try:
         description = Description(**fields["description"])
+        claims = [present_form(claim) for claim in fields["claims"]]
     except (TypeError, KeyError) as cause:
         raise DamagedFile(path / CLAIMS, f"is not what a run writes ({short_reason(cause)})", _restore(path)) from None
-    return StoredClaims(fields["claims"], description, fields["wall_time_s"])
+    return StoredClaims(claims, description, fields["wall_time_s"])
 
 
 def earlier_figures(path: Path) -> list[str]:

@@ -29,3 +29,16 @@ def count_by_kind(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[Verdic
     pairs = Counter((record["kind"], record["verdict"]) for record in records)
     present = [kind for kind in KINDS if any((kind, verdict) in pairs for verdict in verdicts)]
     return {kind: {verdict: pairs[kind, verdict] for verdict in verdicts} for kind in present}
+
+
+def present_form(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stored record of a claim with the fields that earlier versions did not store.
+
+    >>> present_form({"verdict": "not tested at this preset", "measured": {"values": [1.0]}})["verdict"]
+    'not tested'
+    """
+    absent = {"kind": "check", "quantity": "", "low": None, "high": None, "reason": ""}
+    if record["verdict"] == "not tested at this preset":
+        absent |= {"reason": "decided at another preset only"}
+        record = {**record, "verdict": "not tested"}
+    return {**absent, **record, "measured": {"interval": None, **record["measured"]}}

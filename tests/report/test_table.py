@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from joma.report.table import MARKS, claims, grid, number, show, spread
+from joma.verdicts import KINDS
 
 
 def text_of(table, width=200):
@@ -56,7 +57,10 @@ def test_cells_that_are_too_wide_are_wrapped():
 
 def test_claims_are_rows_of_sentence_values_and_verdict():
     record = {
+        "kind": "reading",
         "statement": "Entropy falls.",
+        "quantity": "nats",
+        "reason": "",
         "expected": "at most 0.1",
         "measured": {"mean": 0.05, "sd": 0.01, "min": 0.04, "max": 0.06, "values": [0.04, 0.06]},
     }
@@ -66,7 +70,17 @@ def test_claims_are_rows_of_sentence_values_and_verdict():
     assert len(lines) == len(MARKS)
     for line, verdict in zip(lines, MARKS, strict=True):
         cells = [cell.strip() for cell in line.strip("│").split("│")]
-        assert cells == ["Entropy falls.", "at most 0.1", "0.05 ± 0.01 (0.04 to 0.06)", verdict]
+        assert cells == ["reading", "Entropy falls.", "at most 0.1", "0.05 ± 0.01 (0.04 to 0.06)", verdict]
+
+
+def test_claims_stand_by_kind_with_the_reason_why_one_is_not_tested():
+    measured = {"mean": 1.0, "sd": 0.0, "min": 1.0, "max": 1.0, "values": [1.0]}
+    fields = {"quantity": "", "expected": "1", "measured": measured, "verdict": "not tested", "reason": "one seed"}
+    records = [{**fields, "kind": kind, "statement": f"A {kind}."} for kind in reversed(KINDS)]
+    text = text_of(claims("study", records), width=200)
+    places = [text.index(f"A {kind}.") for kind in KINDS]
+    assert places == sorted(places)
+    assert text.count("not tested: one seed") == len(KINDS)
 
 
 def test_output_to_a_pipe_is_120_columns_wide(capsys, monkeypatch):
