@@ -32,6 +32,10 @@ from joma.runs import (
     write_recording,
 )
 from joma.stamp import provenance
+from joma.verdicts import present_form
+
+DESCRIPTION = Description("A line", "Euclid", about="Lines.", figures=["1-line"])
+CLAIM = present_form({"name": "x", "verdict": "holds", "measured": {"values": [1.0]}})
 
 
 def a_run(out, seeds=(0, 1), **config):
@@ -49,7 +53,7 @@ def finished(out):
     run.save(a_trajectory(), device="cpu", wall_time=1.0)
     (run.path / "figures").mkdir()
     (run.path / "figures" / "1-line.svg").write_text("<svg/>")
-    finish(run.path, StoredClaims([{"name": "x"}], Description("A line", "Euclid", "Lines.", ["1-line"]), 1.5))
+    finish(run.path, StoredClaims([CLAIM], DESCRIPTION, 1.5))
     return run
 
 
@@ -71,9 +75,7 @@ def test_what_is_saved_comes_back_labelled_and_stamped(tmp_path):
     assert set(provenance()) <= set(dataset.attrs)
     assert all(isinstance(value, str) for value in dataset.attrs.values())
     assert find_runs(tmp_path) == [run.path]
-    assert read_claims(run.path) == StoredClaims(
-        [{"name": "x"}], Description("A line", "Euclid", "Lines.", ["1-line"]), 1.5
-    )
+    assert read_claims(run.path) == StoredClaims([CLAIM], DESCRIPTION, 1.5)
     xr.testing.assert_identical(open_run(run.path / TRAJECTORY), dataset)
 
 
