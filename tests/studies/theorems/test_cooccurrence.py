@@ -56,6 +56,14 @@ def test_a_claim_fails_on_a_run_that_contradicts_it(run, claim, spoil):
     assert verdicts(spoil(run))[claim] == "does not hold"
 
 
+def test_the_outcome_states_the_run(run):
+    sentence = study.outcome(run)
+    siblings = run.compared_frequency.sel(bias="equal").where(run.common_height == 1).mean(study.PAIR).mean("seed")
+    assert f"its sibling occurs in {float(siblings):.0%}" in sentence
+    reversed_run = run.assign(compared_frequency=1 - run.compared_frequency)
+    assert f"its sibling occurs in {1 - float(siblings):.0%}" in study.outcome(reversed_run)
+
+
 @pytest.mark.parametrize("bias", study.BIASES)
 def test_the_study_trees_closed_form_is_their_enumeration(run, bias):
     tree = HBLT(study.SHAPE, study.P0, study.BIASES[bias], SMALL.rho)
@@ -113,7 +121,7 @@ def test_agreement_is_drawn_by_height_tree_and_quantile(run, panels):
     assert legend(heights) == ["height 1", "height 2", "height 3", "the root"]
     siblings = run.frequency.where(run.common_height == 1).mean(study.PAIR)
     np.testing.assert_allclose(series(heights)["height 1"][:, 1], siblings.mean("seed"))
-    assert legend(trees) == ["asked for", "a random tree"]
+    assert legend(trees) == ["allowed", "a random tree"]
     assert trees.get_yscale() == "log"
     assert len(series(trees)["a random tree"]) == SMALL.trees * run.sizes["seed"]
     np.testing.assert_array_equal(series(quantiles)["normal distribution"], [[-3, -3], [3, 3]])
@@ -124,7 +132,7 @@ def test_limits_are_drawn_over_the_gap_and_over_c(panels):
     approach, limits = panels("limits")
     assert legend(approach) == ["c = 0", "c = 1", "c = 4"]
     assert approach.get_xscale() == "log"
-    assert title(approach) == "(a)  Height 2, depth 4"
+    assert title(approach) == "(a)  The limit depends on c (height 2, depth 4)"
     assert legend(limits) == ["height 1", "height 2", "height 3"]
     at_c_1 = {label: points[points[:, 0] == 1.0, 1].item() for label, points in series(limits).items()}
     assert list(at_c_1.values()) == pytest.approx([3 / 4, 2 / 4, 1 / 4], abs=1e-6)  # 1 − H/L

@@ -13,7 +13,7 @@ from scipy.special import ndtri
 from joma.arguments import distinct, real, whole
 from joma.data.trees import HBLT
 from joma.drawing import canvas, letters, measured, theory
-from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
+from joma.study import Claim, Context, Drawing, Preset, Study, above, at_most, near
 from joma.theory import hierarchy
 
 # Eight tokens at depth 4, unevenly branching: their common ancestors are at heights 1, 2 and 3, and the root.
@@ -207,59 +207,85 @@ def slides_distance(run: xr.Dataset) -> xr.DataArray:
 CLAIMS = (
     Claim(
         "enumeration",
-        "Theorem 5's closed form, root-joined pairs included, is the exact sum over all states: largest distance among "
-        "the pairs of random trees.",
+        "Theorem 5 gives the exact probability that two tokens occur together.",
         lambda run: run.error.max("tree"),
         at_most(1e-12),
+        kind="theorem",
+        quantity="largest distance of the closed form from the sum over all states, over the pairs of random trees",
     ),
     Claim(
         "sampled",
-        "Sampled frequencies follow Theorem 5: the largest distance among all pairs and ρ, in standard errors, all "
-        "seeds together.",
+        "Sampled sequences have the frequencies of Theorem 5.",
         lambda run: abs(scores(run, pooled=True)).max("pair"),
         at_most(4.0),
+        kind="theorem",
+        quantity="largest distance in standard errors, over pairs and ρ, all seeds together; by chance above 4 in 2 % "
+        "of runs",
     ),
     Claim(
         "chance",
-        "Sampled frequencies differ from Theorem 5 by chance and nothing else: root mean square distance of a seed, "
-        "in standard errors.",
+        "Our samples scatter about Theorem 5 as independent draws do.",
         lambda run: (scores(run) ** 2).mean("pair") ** 0.5,
         near(1.0, 0.25),
+        kind="check",
+        quantity="root mean square distance of a seed, in standard errors",
         across="mean",
     ),
     Claim(
         "order",
-        "With equal ρ_0, tokens that share a lower ancestor occur together more often: largest rise of the sampled "
-        "frequency from one height to the next.",
+        "Tokens that share a lower ancestor occur together more often, if all branches are equally frequent.",
         rise,
         at_most(0.0),
+        kind="reading",
+        quantity="largest rise of the sampled frequency from one height to the next, equal ρ_0",
     ),
     Claim(
         "reversal",
-        "Unequal ρ_0 can reverse the order: sampled frequency with a token of another branch less that with a sibling.",
+        "With a rare and a common branch the order is reversed.",
         reversal,
-        at_least(0.0),
+        above(0.0),
+        kind="control",
+        quantity="sampled frequency of the other branch's tokens less that of the sibling, unequal ρ_0",
+        across="interval",
     ),
     Claim(
         "limit",
-        "As ρ and ρ_0 tend to 1 with c = (1−ρ_0)/(1−ρ), P[l|m] tends to 1 − H/(L−1+c): largest distance at 1 − ρ = "
-        "1e-8, c from 0 to 4.",
+        "As ρ and ρ_0 tend to 1, the probability tends to 1 − H/(L − 1 + c).",
         limit_distance,
         at_most(1e-6),
+        kind="check",
+        quantity="largest distance at 1 − ρ = 1e-8, c = (1 − ρ_0)/(1 − ρ) from 0 to 4",
     ),
     Claim(
         "slides",
-        "The slides' limit 1 − H/L is that of ρ_0 = ρ, that is c = 1: largest distance at 1 − ρ = 1e-8.",
+        "The slides' limit 1 − H/L is reached for ρ_0 = ρ.",
         lambda run: float(slides_distance(run).sel(fine_c=1.0)),
         at_most(1e-6),
+        kind="reading",
+        quantity="largest distance over heights at 1 − ρ = 1e-8, c = 1",
     ),
     Claim(
         "slides-any",
-        "Read without a condition on ρ_0, the slides' limit is 1 − H/L for every c: largest distance, c from 0 to 4.",
+        "The slides' limit 1 − H/L is reached for every ρ_0.",
         lambda run: float(slides_distance(run).max()),
         at_most(1e-6),
+        kind="control",
+        quantity="largest distance over heights at 1 − ρ = 1e-8, c from 0 to 4",
     ),
 )
+
+
+def outcome(run: xr.Dataset) -> str:
+    """Return what came out: the distances from Theorem 5, and the frequencies by height."""
+    error, largest = float(run.error.max()), float(abs(scores(run, pooled=True)).max())
+    equal = profile(run.compared_frequency.sel(bias="equal"), run.common_height).mean("seed")
+    unequal = companions(run, run.compared_frequency.sel(bias="unequal")).mean("seed")
+    return (
+        f"Theorem 5 equals the sum over all states to {error:.0e}, and sampled frequencies depart from it by at most "
+        f"{largest:.1f} standard errors: given a token, its sibling occurs in {float(equal[0]):.0%} of the sequences "
+        f"and a token joined to it at the root in {float(equal[-1]):.0%}. With a rare and a common branch these are "
+        f"{float(unequal[0]):.0%} and {float(unequal[-1]):.0%}."
+    )
 
 
 def draw_agreement(run: xr.Dataset) -> Figure:
@@ -271,12 +297,13 @@ def draw_agreement(run: xr.Dataset) -> Figure:
         label = f"height {level}" if level < DEPTH else "the root"
         theory(left, run.fine_rho, curve.sel(level=level), index)
         measured(left, run.rho, frequency.sel(level=level), index, label)
-    left.set(xlabel="correlation ρ of an edge", ylabel="P[l | m]", title="Common ancestor at")
+    left.set(xlabel="correlation ρ of an edge", ylabel="P[l | m]", title="Joined low, often together")
     left.legend(loc="upper left")
-    theory(middle, [run.nodes.min(), run.nodes.max()], [1e-12, 1e-12], 1, "asked for")
+    theory(middle, [run.nodes.min(), run.nodes.max()], [1e-12, 1e-12], 1, "allowed")
     error = np.maximum(run.error, np.finfo(float).eps / 4)  # so that exact agreement is on the logarithmic axis too
     measured(middle, run.nodes.values.ravel(), error.values.ravel(), 0, "a random tree")
-    middle.set(xlabel="nodes of the tree", ylabel="largest |closed form − sum|", yscale="log", title="Enumeration")
+    middle.set(xlabel="nodes of the tree", ylabel="largest |closed form − sum|", yscale="log")
+    middle.set_title("The closed form is exact")
     middle.xaxis.get_major_locator().set_params(integer=True)
     middle.legend(loc="center right")
     ranked = np.sort(scores(run).values, axis=-1)
@@ -284,7 +311,7 @@ def draw_agreement(run: xr.Dataset) -> Figure:
     ranks = np.unique(np.linspace(0, ranked.shape[-1] - 1, 25).astype(int))
     theory(right, [-3, 3], [-3, 3], 0, "normal distribution")
     measured(right, ndtri(share)[ranks], xr.DataArray(ranked[:, ranks], dims=("seed", "rank")), 1, "pairs")
-    right.set(xlabel="normal quantile", ylabel="distance / standard error", title="Frequency less closed form")
+    right.set(xlabel="normal quantile", ylabel="distance / standard error", title="What is left is chance")
     right.legend(loc="upper left")
     letters(axes)
     return figure
@@ -299,7 +326,7 @@ def draw_limits(run: xr.Dataset) -> Figure:
         theory(left, run.fine_gap, run.approach.sel(c=c, height=middle_height), index)
         measured(left, run.gap, run.approach_frequency.sel(c=c, height=middle_height), index, f"c = {c:g}")
     left.set(xlabel="1 − ρ", ylabel="P[l | m]", xscale="log", ylim=(0.2, 0.9))
-    left.set_title(f"Height {middle_height}, depth {DEPTH}")
+    left.set_title(f"The limit depends on c (height {middle_height}, depth {DEPTH})")
     left.legend(loc="upper center", ncols=3)
     for index, height in enumerate(run.height.values):
         theory(right, run.fine_c, run.limit.sel(height=height), index)
@@ -307,7 +334,8 @@ def draw_limits(run: xr.Dataset) -> Figure:
     for c, label in ((0.0, "$1 - H/(L-1)$"), (1.0, "$1 - H/L$")):
         right.axvline(c, color="0.5", linewidth=0.8, zorder=0)
         right.text(c + 0.06, 0.99, label, fontsize=8, va="top")
-    right.set(xlabel="$c = (1 - ρ_0)/(1 - ρ)$", ylabel="P[l | m] at ρ → 1", ylim=(0, 1), title="Limits")
+    right.set(xlabel="$c = (1 - ρ_0)/(1 - ρ)$", ylabel="P[l | m] at ρ → 1", ylim=(0, 1))
+    right.set_title("The slides' 1 − H/L is the case c = 1")
     right.legend(loc="lower right")
     letters(axes)
     return figure
@@ -317,8 +345,8 @@ def draw_order(run: xr.Dataset) -> Figure:
     """Draw the matrix of a tree, predicted and sampled, and one token's companions for equal and unequal ρ_0."""
     figure, axes = canvas(1, 3, width=3.3, height=2.9)
     matrices = {
-        "Closed form": run.compared.sel(bias="equal"),
-        "Sampled, seed 0": run.compared_frequency.sel(bias="equal").isel(seed=0),
+        "Predicted co-occurrence": run.compared.sel(bias="equal"),
+        "Sampled co-occurrence, seed 0": run.compared_frequency.sel(bias="equal").isel(seed=0),
     }
     for panel, (title, matrix) in zip(axes[0], matrices.items(), strict=False):
         image = panel.imshow(matrix, cmap="Greys", vmin=0, vmax=1)
@@ -332,7 +360,7 @@ def draw_order(run: xr.Dataset) -> Figure:
         measured(right, level, frequency.transpose("seed", "level"), index, f"{bias} $ρ_0$")
     right.set_xticks(level, [*map(str, level[:-1]), "root"])
     right.set(xlabel="height of the common ancestor", ylabel=f"P[l | token {FOLLOWED}]", ylim=(0, 1))
-    right.set_title("Companions of one token")
+    right.set_title("A rare branch reverses the order")
     right.legend(loc="lower left")
     letters(axes)
     return figure
@@ -340,13 +368,17 @@ def draw_order(run: xr.Dataset) -> Figure:
 
 STUDY = Study(
     name="cooccurrence",
-    title="A latent tree: tokens with a low common ancestor occur together",
+    title="In a latent tree, tokens with a low common ancestor occur together",
     source="JoMA, Theorem 5 (arXiv 2310.00535) and its slides",
+    statement=(
+        "In a binary latent tree the probability that token l occurs, given token m, depends on the height of their "
+        "lowest common ancestor only (Theorem 5). Tokens joined low in the tree occur together most often, so their "
+        "attention is learned first. The slides give 1 − H/L as the limit for strong correlations."
+    ),
     about=(
-        "Sequences are sampled from hierarchical binary latent trees. The frequency of token l among the sequences "
-        "that hold token m stands beside Theorem 5's closed form; the closed form stands beside the exact sum over "
-        "all states of random trees, and its limit for ρ, ρ_0 → 1 beside 1 − H/(L−1+c). One tree is given equal and "
-        "then unequal ρ_0, to see when a low common ancestor means more co-occurrence and when it does not."
+        "We compare the closed form with the exact sum over all states of random trees, and with the frequencies of "
+        "sampled sequences. We follow it to its limit for several ways in which ρ and ρ_0 tend to 1. One tree is given "
+        "equally frequent branches, and then a rare and a common one."
     ),
     version=1,
     presets={
@@ -355,25 +387,27 @@ STUDY = Study(
     },
     run=run,
     claims=CLAIMS,
+    outcome=outcome,
     figures={
         "agreement": Drawing(
             draw_agreement,
-            "(a) Probability of a token given another by the height of their lowest common ancestor, equal ρ_0; lines: "
-            "closed form, points: sampled frequencies, bars from least to greatest seed. (b) Closed form against the "
-            "sum over all states, one point a random tree. (c) Quantiles of the sampled frequencies' distances from "
-            "the closed form, all pairs and ρ: on the line they are what chance makes them.",
+            "Lines: closed form. Points: sampled frequencies, with bars from the lowest to the highest seed. "
+            "(a) Probability of a token given another, by the height of their lowest common ancestor, equal ρ_0. "
+            "(b) Distance of the closed form from the sum over all states; each point is a random tree. (c) Quantiles "
+            "of the distances between samples and closed form, over all pairs and ρ; chance alone follows the line.",
         ),
         "limits": Drawing(
             draw_limits,
-            "(a) The approach to ρ = ρ_0 = 1 at several ratios c; lines: closed form, points: sampled frequencies, "
-            "bars from least to greatest seed. (b) Lines: the limit 1 − H/(L−1+c); points: the closed form at "
-            "1 − ρ = 1e-8.",
+            "(a) The approach to ρ = ρ_0 = 1 for several ratios c. Lines: closed form. Points: sampled frequencies, "
+            "with bars from the lowest to the highest seed. (b) Lines: the limit 1 − H/(L − 1 + c). Points: the closed "
+            "form at 1 − ρ = 1e-8.",
         ),
         "order": Drawing(
             draw_order,
-            "Token-by-token co-occurrence of a tree with equal ρ_0: (a) closed form, (b) sampled. (c) One token's "
-            "companions by the height at which they are joined to it; lines: closed form, points: sampled, bars from "
-            "least to greatest seed. With a rare branch and a common one the order is reversed at the root.",
+            "Probability of each token given each other one in a tree with equal ρ_0: (a) closed form, (b) sampled. "
+            "(c) How often other tokens occur with one token, by the height of their common ancestor. Lines: closed "
+            "form. Points: sampled, with bars from the lowest to the highest seed. With a rare and a common branch, "
+            "the tokens joined at the root occur most often.",
         ),
     },
 )
