@@ -44,6 +44,12 @@ def test_an_interval_over_seeds_is_judged_whole(values, bound):
     assert ("undecided" in judged["reason"]) == (expected == "not tested")
 
 
+def test_an_undecided_claim_names_its_bound():
+    claim = Claim("x", "x", lambda run: run.x, above(0), across="interval")
+    reason = claim.judge(xr.Dataset({"x": ("seed", [-1.0, 2.0])}), "quick")["reason"]
+    assert reason.endswith("contains 0")
+
+
 def test_diverged_seeds_do_not_pass_an_interval():
     claim = Claim("x", "x", lambda run: run.x, above(0), across="interval")
     assert claim.judge(xr.Dataset({"x": ("seed", [1.0, np.nan])}), "quick")["verdict"] == "does not hold"

@@ -161,7 +161,8 @@ class Claim:
             raise TypeError(f"claim {self.name!r}: `measure` must return a number or one value for each seed")
         if not reason and self.across == "interval" and (bound := self._bound_inside(values)) is not None:
             low, high = mean_interval(values)
-            reason = f"undecided: the 95 % interval over seeds, {low:.3g} to {high:.3g}, contains {bound:.3g}"
+            contained = f"{round(bound, 300):.3g}"  # `above(0.0)` begins at 5e-324
+            reason = f"undecided: the 95 % interval over seeds, {low:.3g} to {high:.3g}, contains {contained}"
         verdict: Verdict = "not tested" if reason else "holds" if self._holds(values) else "does not hold"
         return {**self.declaration, "measured": summary(values), "verdict": verdict, "reason": reason}
 
