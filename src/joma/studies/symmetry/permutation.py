@@ -18,7 +18,7 @@ from joma.arguments import InputError, whole
 from joma.drawing import canvas, letters, measured
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.permutation import permutation_gap
-from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.study import Claim, Context, Drawing, Highlight, Preset, Study, at_least, at_most
 
 TABLE: dict[str, tuple[Any, ...]] = {
     "positions": ("none", "sinusoidal", "learned", "rotary"),
@@ -29,8 +29,9 @@ TABLE: dict[str, tuple[Any, ...]] = {
 }
 ROWS, COLUMNS = ("positions", "mask"), ("layers", "residual", "norm")
 MAX_INVARIANT, MIN_BROKEN = 1e-10, 1e-2  # of a gap: rounding in float64, and a change that counts
+MIDDLE = (MAX_INVARIANT * MIN_BROKEN) ** 0.5  # what is drawn as invariant lies below, what is drawn as broken above
 FLOOR = 1e-17  # drawn instead of smaller gaps: a gap of 0 has no logarithm
-KINDS: dict[str, dict[str, Any]] = {
+GROUPS: dict[str, dict[str, Any]] = {
     "none, full": {"positions": ["none"], "mask": ["full"]},
     "none, causal, 1 layer": {"positions": ["none"], "mask": ["causal"], "layers": [1]},
     "none, causal, 2 or 4": {"positions": ["none"], "mask": ["causal"], "layers": [2, 4]},
@@ -91,48 +92,64 @@ def _decoder_config(config: Config, *cell: Any) -> DecoderConfig:
     )
 
 
-def cells(run: xr.Dataset, kind: str) -> xr.DataArray:
-    """Return the largest gap of every cell of a kind of `KINDS`: [seed, cell]."""
-    return run.largest.sel(KINDS[kind]).stack(cell=tuple(TABLE)).transpose("seed", "cell")
+def cells(run: xr.Dataset, group: str) -> xr.DataArray:
+    """Return the largest gap of every cell of a group of `GROUPS`: [seed, cell]."""
+    return run.largest.sel(GROUPS[group]).stack(cell=tuple(TABLE)).transpose("seed", "cell")
 
+
+_CHANGE = "largest change of the last position's logits over permutations, relative to their spread"
 
 CLAIMS = (
     Claim(
         "full-mask",
-        "Without encoding and with a full mask, the prediction does not change when earlier tokens are permuted "
-        "(18 cells: the largest change over the spread).",
+        "Without encoding or causal mask, the prediction is the same for every order of the earlier tokens.",
         lambda run: cells(run, "none, full").max("cell"),
         at_most(MAX_INVARIANT),
+        kind="theorem",
+        quantity=f"{_CHANGE}; the largest of 18 decoders. The bound is what rounding in float64 may do",
     ),
     Claim(
         "one-causal-layer",
-        "Without encoding, with a causal mask and one layer, the prediction does not change either: the last "
-        "position attends to all the others, and what it reads there are embeddings, which know no order (6 cells: "
-        "the largest).",
+        "Without encoding, one causal layer predicts the same for every order of the earlier tokens.",
         lambda run: cells(run, "none, causal, 1 layer").max("cell"),
         at_most(MAX_INVARIANT),
+        kind="theorem",
+        quantity=f"{_CHANGE}; the largest of 6 decoders (arXiv 2501.00659)",
     ),
     Claim(
         "causal-mask",
-        "From the second layer on the causal mask alone breaks the symmetry: what is read there has seen its own past "
-        "and no more (12 cells: the least of the largest changes over the spread).",
+        "Without encoding, two causal layers are enough for the order to change the prediction.",
         lambda run: cells(run, "none, causal, 2 or 4").min("cell"),
         at_least(MIN_BROKEN),
+        kind="theorem",
+        quantity=f"{_CHANGE}; the smallest of 12 decoders with 2 or 4 layers (arXiv 2501.00659)",
     ),
     Claim(
         "encodings",
-        "Every positional encoding breaks the symmetry, with either mask and any number of layers (108 cells: the "
-        "least).",
+        "Every positional encoding lets the order change the prediction, with either mask and at any depth.",
         lambda run: cells(run, "any encoding").min("cell"),
         at_least(MIN_BROKEN),
+        kind="reading",
+        quantity=f"{_CHANGE}; the smallest of 108 decoders",
     ),
 )
+
+
+def outcome(run: xr.Dataset) -> str:
+    """Return what came out, in one sentence: the largest and smallest changes of the groups of decoders."""
+    full, one_layer = (float(cells(run, group).max()) for group in ("none, full", "none, causal, 1 layer"))
+    causal, encoded = (float(cells(run, group).min()) for group in ("none, causal, 2 or 4", "any encoding"))
+    return (
+        f"Reordering the earlier tokens changes the prediction by at most {full:.1g} of its spread under a full mask "
+        f"and {one_layer:.1g} in one causal layer, but by at least {causal:.2g} in two or four causal layers and "
+        f"{encoded:.2g} with a positional encoding ({run.sizes['seed']} seeds)."
+    )
 
 
 def draw_table(run: xr.Dataset) -> Figure:
     """Draw the table as an image: the largest gap over seeds of invariant cells, the least of the others."""
     figure, axes = canvas(1, 1, width=8.2, height=3.9)
-    invariant = run.largest.max("seed") < np.sqrt(MAX_INVARIANT * MIN_BROKEN)
+    invariant = run.largest.max("seed") < MIDDLE
     gaps = xr.where(invariant, run.largest.max("seed"), run.largest.min("seed"))
     table = np.log10(gaps.clip(FLOOR).stack(row=ROWS, column=COLUMNS).transpose("row", "column"))
     image = axes[0, 0].imshow(table, cmap="cividis", vmin=-16, vmax=1, aspect="auto")
@@ -141,6 +158,7 @@ def draw_table(run: xr.Dataset) -> Figure:
         colour = "white" if value < -7 else "black"
         axes[0, 0].text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
     _label_table(axes[0, 0])
+    axes[0, 0].set_title("Dark: every order gives the same prediction. Yellow: the order matters.", pad=34)
     figure.colorbar(image, ax=axes[0, 0], label="log₁₀ of the largest change / spread", pad=0.01)
     return figure
 
@@ -166,6 +184,37 @@ def _label_table(axes: Axes) -> None:
     axes.spines[:].set_visible(False)
 
 
+def draw_highlight(run: xr.Dataset) -> Figure:
+    """Draw whether order matters, by encoding, mask and depth."""
+    figure, axes = canvas(1, 1, width=3.2, height=2.3)
+    panel, rows = axes[0, 0], {"no encoding": ["none"], "encoding": ["sinusoidal", "learned", "rotary"]}
+    labels = list(itertools.product(rows, TABLE["mask"]))
+    answers = [
+        [_answer(run.largest.sel(positions=rows[name], mask=mask, layers=layers)) for layers in TABLE["layers"]]
+        for name, mask in labels
+    ]
+    changes = np.array([[change for change, _ in row] for row in answers])
+    panel.imshow(np.log10(changes.clip(FLOOR)), cmap="cividis", vmin=-16, vmax=1, aspect="auto")
+    for (row, column), change in np.ndenumerate(changes):
+        colour = "white" if change < MIDDLE else "black"
+        panel.text(column, row, answers[row][column][1], ha="center", va="center", fontsize=8, color=colour)
+    panel.set_xticks(range(len(TABLE["layers"])), [str(layers) for layers in TABLE["layers"]])
+    panel.set_yticks(range(len(labels)), [f"{name},\n{mask} mask" for name, mask in labels])
+    panel.set(xlabel="layers", title="Does the order of tokens matter?")
+    panel.grid(visible=False)
+    panel.tick_params(length=0)
+    panel.spines[:].set_visible(False)
+    return figure
+
+
+def _answer(changes: xr.DataArray) -> tuple[float, str]:
+    """Return the change that is nearest to the opposite answer, and the answer: whether order matters."""
+    low, high = float(changes.min()), float(changes.max())
+    if high < MIDDLE:
+        return high, f"no: {high:.0e}"
+    return (low, f"yes: {low:.1g}") if low > MIDDLE else (MIDDLE, "in some")
+
+
 def draw_cells(run: xr.Dataset) -> Figure:
     """Draw every cell's gap with its range over seeds, by kind, and the spread of the logits by depth."""
     figure, axes = canvas(1, 2, width=4.1, height=2.9)
@@ -178,14 +227,19 @@ def draw_cells(run: xr.Dataset) -> Figure:
 def _draw_gaps(axes: Axes, run: xr.Dataset) -> None:
     """Draw the gaps of all cells, those of a kind side by side and sorted, with the thresholds of the claims."""
     start = 0
-    for index, kind in enumerate(KINDS):
-        gaps = cells(run, kind)
+    for index, group in enumerate(GROUPS):
+        gaps = cells(run, group)
         gaps = gaps.isel(cell=np.argsort(gaps.mean("seed").values))
-        measured(axes, start + np.arange(gaps.sizes["cell"]), gaps.clip(FLOOR), index, kind)
+        measured(axes, start + np.arange(gaps.sizes["cell"]), gaps.clip(FLOOR), index, group)
         start += gaps.sizes["cell"] + 4
     for threshold in (MAX_INVARIANT, MIN_BROKEN):
         axes.axhline(threshold, color="grey", linewidth=0.8)
-    axes.set(xlabel="cells, sorted", ylabel="largest change / spread", yscale="log", title="All 144 cells")
+    axes.set(
+        xlabel="decoders of each group, sorted",
+        ylabel="largest change / spread",
+        yscale="log",
+        title="All 144 decoders: rounding, or far above it",
+    )
     axes.set_xticks([])
     axes.legend(loc="center right")
 
@@ -195,24 +249,31 @@ def _draw_spread(axes: Axes, run: xr.Dataset) -> None:
     for index, (residual, norm) in enumerate((("on", "pre"), ("off", "pre"), ("off", "none"))):
         spread = run.spread.sel(positions="none", mask="full", residual=residual, norm=norm)
         measured(axes, run.layers, spread, index, f"residual {residual}, norm {norm}", linestyle="-")
-    axes.set(xlabel="layers", ylabel="spread of the logits", yscale="log", title="What earlier tokens change")
+    axes.set(
+        xlabel="layers",
+        ylabel="spread of the logits",
+        yscale="log",
+        title="How far other earlier tokens move the logits",
+    )
     axes.set_xticks(TABLE["layers"])
     axes.legend()
 
 
 STUDY = Study(
     name="permutation",
-    title="Who tells a Transformer the order of its tokens",
-    source="Breaking Symmetry When Training Transformers (arXiv 2402.05969)",
+    title="An encoding, or a causal mask and a second layer, tells a model the order of its tokens",
+    source="Breaking Symmetry When Training Transformers (arXiv 2402.05969v2); arXiv 2501.00659",
+    statement=(
+        "Without positional encodings and without a causal mask, the prediction after the last token does not depend "
+        "on the order of the tokens before it (Zuo and Guerzhoy, arXiv 2402.05969). The causal mask must therefore be "
+        "what lets models without encodings learn order; Irie (arXiv 2501.00659) adds that this needs more than one "
+        "layer. The proof is in docs/permutation.md."
+    ),
     about=(
-        "Decoders with random weights, in float64: 4 positional encodings x 2 masks x 3 depths x residual connections "
-        "on or off x 3 norms. For each, all permutations of the tokens before the last are tried, and the largest "
-        "change of the last position's logits is divided by their spread over random earlier tokens, the last token "
-        "held: 1 says that order matters as much as which tokens there are. Neither residual connections nor norms "
-        "decide whether there is symmetry; an encoding does, or a causal mask and a second layer. With one causal "
-        "layer the last position, the only one that sees all, reads embeddings, whose sum under attention has no "
-        "order. Without residuals and norms the spread falls by orders of magnitude from layer to layer, so that "
-        "rounding, which does not fall, comes nearer to it."
+        "We draw random weights, in float64, for 144 decoders: 4 encodings, 2 masks, 3 depths, residual connections on "
+        "or off, 3 norms. For each we try every order of the tokens before the last one, and divide the largest change "
+        "of the last position's logits by their spread over random earlier tokens. A change of 1 means that order "
+        "matters as much as which tokens there are. Nothing is trained."
     ),
     version=1,
     presets={
@@ -221,19 +282,28 @@ STUDY = Study(
     },
     run=run,
     claims=CLAIMS,
+    outcome=outcome,
+    highlight=Highlight(
+        "Permutation",
+        draw_highlight,
+        "A table of encoding and mask by number of layers. Order does not matter without an encoding under a full "
+        "mask, nor in one causal layer; it does everywhere else.",
+    ),
     threads=1,
     figures={
         "table": Drawing(
             draw_table,
-            "The largest change of the last position's logits under permutations of the earlier tokens, over their "
-            "spread, as a power of ten: the greatest seed where the symmetry holds, the least where it is broken.",
+            "Each cell is one decoder. Its number is the power of ten of the largest change of the last position's "
+            "logits over all orders of the earlier tokens, relative to their spread: about −15 is rounding, 0 means "
+            "that order matters as much as the tokens do. Of the seeds, the largest where order does not matter, the "
+            "smallest where it does.",
         ),
         "cells": Drawing(
             draw_cells,
-            "(a) Every cell by its encoding, mask and layers, bars from least to greatest seed, with the lines that "
-            "invariant cells must stay below and broken ones above. (b) How far other earlier tokens move the logits, "
-            "without encoding and with a full mask: without residuals and norms, depth wipes out the difference "
-            "between inputs.",
+            "(a) Points: mean over seeds, bars from the smallest to the largest seed. Grey lines: invariant decoders "
+            "must stay below the lower one, the others above the upper one. (b) No encoding, full mask: without "
+            "residual connections and norms the logits hardly depend on the earlier tokens in deep decoders, so that "
+            "rounding is a larger part of their spread.",
         ),
     },
 )
