@@ -153,8 +153,8 @@ def test_the_outcome_states_the_largest_and_smallest_changes_of_the_run(trajecto
     largest.loc[{**full, "seed": 1, "layers": 2, "norm": "pre", "residual": "on"}] = 4e-12
     assert outcome(trajectory.assign(largest=largest)) == (
         "Reordering the earlier tokens changes the prediction by at most 4e-12 of its spread under a full mask and "
-        "3e-15 in one causal layer, but by at least 1.5 in two or four causal layers and 0.75 with a positional encoding "
-        "(2 seeds)."
+        "3e-15 in one causal layer, but by at least 1.5 in two or four causal layers and 0.75 with a positional "
+        "encoding (2 seeds)."
     )
 
 
