@@ -19,8 +19,9 @@ def curves(axes):
 
 def test_accuracy_has_a_panel_for_each_mask_and_for_residuals(addition_run):
     figure = draw_accuracy(addition_run)
-    masks = ["(a)  causal mask", "(b)  full mask"]
-    assert titles(figure) == [*masks, "(c)  causal, no residuals", "(d)  none in one layer, on the way"]
+    masks = ["(a)  Causal mask: is order learnt?", "(b)  Full mask: is order learnt?"]
+    residuals = ["(c)  Without residuals in all layers", "(d)  Without those of one layer"]
+    assert titles(figure) == [*masks, *residuals]
     labels = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
     ceiling = f"ceiling, {float(addition_run.ceiling):.3g}"
     assert sorted(labels[0]) == sorted(["none", ceiling])
@@ -47,7 +48,7 @@ def test_one_layer_without_residuals_is_drawn_beside_the_baseline(addition_run):
 def test_slices_have_a_row_for_each_arm_and_a_column_for_each_kind_and_step(addition_run):
     figure = draw_slices(addition_run)
     panels = np.array(figure.axes[:-1]).reshape(4, 6)
-    rows = ["none, causal", "no residuals:\nattention", "no residuals:\nboth", "none, full"]
+    rows = ["no encoding,\ncausal mask", "no residuals:\nattention", "no residuals:\nboth", "no encoding,\nfull mask"]
     assert [panel.get_ylabel() for panel in panels[:, 0]] == rows
     steps = [0, int(addition_run.step[2]), 6]
     columns = [f"{kind},\nstep {step}" for kind in ("correlation", "CKA") for step in steps]
@@ -60,7 +61,7 @@ def test_slices_have_a_row_for_each_arm_and_a_column_for_each_kind_and_step(addi
 
 def test_positions_are_drawn_by_level_for_up_to_four_arms(addition_run):
     figure = draw_positions(addition_run)
-    arms = ["none, causal", "none, full", "no residuals: attention", "no residuals: both"]
+    arms = ["no encoding, causal mask", "no encoding, full mask", "no residuals: attention", "no residuals: both"]
     assert titles(figure) == [f"({letter})  {arm}" for letter, arm in zip("abcd", arms, strict=True)]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["embeddings", "layer 0", "layer 1", "chance"]
     assert figure.axes[0].get_ylim() == (0, 1.03)
@@ -72,7 +73,7 @@ def test_positions_are_drawn_by_level_for_up_to_four_arms(addition_run):
 
 def test_own_locations_are_drawn_by_both_kinds(addition_run):
     figure = draw_own(addition_run)
-    assert titles(figure) == ["(a)  correlation", "(b)  CKA"]
+    assert titles(figure) == ["(a)  Most similar to itself, by correlation", "(b)  Most similar to itself, by CKA"]
     for panel, kind in zip(figure.axes, ("correlation", "cka"), strict=True):
         lines = curves(panel)
         assert list(lines) == ["all residuals", "no residuals: attention", "no residuals: both", "chance"]
@@ -82,7 +83,10 @@ def test_own_locations_are_drawn_by_both_kinds(addition_run):
 
 @pytest.mark.parametrize(
     ("arm", "row", "panel"),
-    [("mlp 1", "no residuals:\nMLP 1", "no residuals: MLP 1"), ("learned full", "learned, full", "learned, full")],
+    [
+        ("mlp 1", "no residuals:\nMLP 1", "no residuals: MLP 1"),
+        ("learned full", "learned,\nfull mask", "learned, full mask"),
+    ],
 )
 def test_a_run_of_any_one_arm_can_be_drawn(addition_run, arm, row, panel):
     """The arm need not be among those that the figures are made for."""

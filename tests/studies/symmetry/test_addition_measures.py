@@ -24,6 +24,15 @@ def test_the_ceiling_and_the_sampling_error_are_subtracted():
     np.testing.assert_allclose(measures.above_ceiling(run, "none full"), 0.5 - 0.053188 - 0.01)
 
 
+def test_the_least_encoding_above_the_ceiling_is_judged_seed_by_seed():
+    run = ideal_run(accuracy={"learned full": 0.9, "sinusoidal full": 0.8})
+    run.accuracy.loc[{"arm": "rotary full", "seed": 2, "step": 3000}] = 0.3
+    expected = np.array([0.8, 0.8, 0.3, 0.8, 0.8]) - 0.053188 - 0.01
+    np.testing.assert_allclose(measures.least_above_ceiling(run), expected)
+    with pytest.raises(NotInRun, match="rotary full"):
+        measures.least_above_ceiling(run.drop_sel(arm="rotary full"))
+
+
 def test_mean_accuracy_is_over_steps_not_over_records():
     curve = xr.DataArray([[[0.0, 0.0, 1.0]]], dims=("arm", "seed", "step"), coords={"step": [0, 8, 10], "arm": ["x"]})
     assert float(measures.mean_accuracy(xr.Dataset({"accuracy": curve}), "x")[0]) == pytest.approx(0.1)
@@ -71,6 +80,11 @@ def test_own_shares_are_over_pairs_of_different_levels():
     run.own[{"arm": 0}] = np.triu(np.full((7, 7), 0.75), 1) + np.tril(np.full((7, 7), 9.0))
     np.testing.assert_allclose(measures.own_share(run, "none causal", "cka"), 0.75)
     np.testing.assert_allclose(measures.own_share_drop(run, "cka"), 0.35)
+
+
+def test_chance_is_one_location_in_all_of_them():
+    run = ideal_run(own={"none causal": 0.5})
+    np.testing.assert_allclose(measures.own_share_above_chance(run, "cka"), 0.5 - 1 / 11)
 
 
 def test_the_drop_of_the_own_share_is_the_least_over_what_is_removed():

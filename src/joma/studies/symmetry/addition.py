@@ -25,7 +25,9 @@ from joma.studies.symmetry.addition_measures import (
     above_ceiling,
     ceiling_at,
     final_accuracy,
+    least_above_ceiling,
     own_share,
+    own_share_above_chance,
     own_share_drop,
     reached_by_four_in_five,
     readout_gain,
@@ -36,7 +38,7 @@ from joma.studies.symmetry.addition_measures import (
 )
 from joma.studies.symmetry.addition_training import FOLDS, AdditionSetting
 from joma.studies.symmetry.levels import hidden_states
-from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near, select
+from joma.study import Claim, Context, Drawing, Preset, Study, above, at_least, at_most, mean_interval, near, select
 from joma.train import Record
 
 KINDS = ("cka", "correlation")
@@ -51,8 +53,7 @@ DIMS: dict[str, Sequence[str]] = {
 MODELS_AT_ONCE = 8  # whose slices are compared at once: all pairs of slices in float64 take memory
 LEARNT = 0.99  # exact match
 STANDARD_ERRORS = 3  # by which the share of the test pairs may be off
-MIN_SLOWDOWN, NOTABLE_DIFFERENCE, MIN_READOUT_GAIN = 0.05, 0.05, 0.2  # differences that count; the choice is ours
-MIN_OWN_SHARE = 0.9  # of locations that must be most similar to themselves; ours as well
+MAX_FULL_GAIN, MIN_CAUSAL_GAIN, MIN_OWN_SHARE = 0.05, 0.2, 0.9  # constants of our own, of checks only
 
 
 @dataclass(frozen=True)
@@ -144,140 +145,218 @@ def _slices(
     return own_location(by_kind).share, self_similarity, by_kind[:, :, low, high].nanmean(dim=2)
 
 
+def outcome(run: xr.Dataset) -> str:
+    """Return what came out: how many sums are right with and without order, and what residual connections change."""
+    causal, full = (float(final_accuracy(run, arm).mean()) for arm in (BASELINE, "none full"))
+    correlation, cka = (np.asarray(own_share_drop(run, kind)) for kind in ("correlation", "cka"))
+    low, high = mean_interval(cka)
+    decided = low > 0 or high < 0
+    interval = f" (95 % interval {low:+.2f} to {high:+.2f})" if cka.size > 1 else ""
+    return (
+        f"Without encoding, {causal:.0%} of unseen sums are right under a causal mask and {full:.0%} under a full one, "
+        f"where {float(run.ceiling):.1%} is the most that is possible without order. Residual connections change the "
+        f"share of locations that stay most similar to themselves by {correlation.mean():+.2f} by correlation and by "
+        f"{cka.mean():+.2f}{interval} by CKA{'.' if decided else ', which is no definitive evidence.'}"
+    )
+
+
 def _slowdown_claim(part: str, words: str) -> Claim:
     return Claim(
         f"{part}-residuals",
-        f"Removing the residual connections around {words} in all layers slows or stops learning (exact match, mean "
-        "over the steps of training: with all of them less without these; the threshold is ours).",
+        f"Without residual connections around {words}, addition is learnt more slowly or not at all.",
         partial(slowdown, part=part),
-        at_least(MIN_SLOWDOWN),
+        above(0.0),
+        kind="reading",
+        quantity="exact match, mean over the steps of training: with all residual connections less without these",
+        across="interval",
     )
 
 
 def _pilot_claim(name: str, arm: str, words: str, share: float, tolerance: float) -> Claim:
     return Claim(
         f"pilot-{name}",
-        f"Our pilot of one seed, exact match on 10,000 unseen pairs, {words}.",
+        f"Exact match agrees with our pilot of one seed: {words}.",
         partial(final_accuracy, arm=arm),
         near(share, tolerance),
+        kind="check",
+        quantity="exact match on 10,000 unseen pairs at the end, mean over seeds",
         across="mean",
         presets=("paper",),
     )
 
 
-_SHARE = "share of locations, mean over pairs of levels, at the end"
+_ABOVE = "exact match on unseen pairs, less the most that is possible without order"
+_GAIN = "accuracy of a linear readout of the position at the end, the best layer's less the embeddings'"
+_SHARE = "share of locations that are most similar to themselves at a higher level, mean over pairs of levels"
+_LESS = f"{_SHARE}: with residual connections less the largest share without them around attention, MLPs or both"
 
 CLAIMS = (
     Claim(
-        "ceiling-2",
-        "What a permutation-invariant predictor can reach at two digits, by enumeration.",
-        partial(ceiling_at, digits=2),
-        near(0.285, 5e-5),
-    ),
-    Claim(
-        "ceiling-3",
-        "What a permutation-invariant predictor can reach at three digits, by enumeration.",
-        partial(ceiling_at, digits=3),
-        near(0.0532, 5e-5),
+        "full",
+        "Without encoding and causal mask, no model gets more sums right than is possible without order.",
+        partial(above_ceiling, arm="none full"),
+        at_most(0.0),
+        kind="theorem",
+        quantity=f"{_ABOVE} and {STANDARD_ERRORS} standard errors of the test pairs",
     ),
     Claim(
         "causal",
-        "Without encoding, the causal mask alone lets a model learn order: exact match on unseen pairs less the "
-        f"ceiling without order and {STANDARD_ERRORS} standard errors.",
+        "Without encoding, the causal mask alone lets a model learn the order of digits.",
         partial(above_ceiling, arm=BASELINE),
         at_least(0.0),
-    ),
-    Claim(
-        "causal-learns",
-        "Without encoding, the causal mask alone lets a model learn the task: exact match that four of five seeds "
-        "reach.",
-        lambda run: reached_by_four_in_five(final_accuracy(run, BASELINE)),
-        at_least(LEARNT),
-        presets=("paper",),
-    ),
-    Claim(
-        "full",
-        "Without encoding and with a full mask a model cannot learn order: exact match on unseen pairs less the "
-        f"ceiling and {STANDARD_ERRORS} standard errors.",
-        partial(above_ceiling, arm="none full"),
-        at_most(0.0),
+        kind="reading",
+        quantity=f"{_ABOVE} and {STANDARD_ERRORS} standard errors of the test pairs",
     ),
     Claim(
         "full-encoded",
-        "With a full mask any encoding will do instead: exact match, the least of learned, sinusoidal and rotary, that "
-        "four of five seeds reach.",
-        lambda run: min(reached_by_four_in_five(final_accuracy(run, f"{positions} full")) for positions in ENCODED),
-        at_least(LEARNT),
+        "With a full mask, any positional encoding lets a model learn the order of digits instead.",
+        least_above_ceiling,
+        at_least(0.0),
+        kind="reading",
+        quantity=f"{_ABOVE} and {STANDARD_ERRORS} standard errors; the least of learned, sinusoidal and rotary",
         presets=("paper",),
-    ),
-    Claim(
-        "positions-causal",
-        "Under a causal mask hidden states come to know their position: accuracy of a linear readout, the best layer's "
-        "less the embeddings' (the threshold is ours).",
-        partial(readout_gain, arm=BASELINE),
-        at_least(MIN_READOUT_GAIN),
-    ),
-    Claim(
-        "positions-full",
-        "Under a full mask, without encoding, hidden states know no more of their position than their token does: "
-        "accuracy of a linear readout, the best layer's less the embeddings'.",
-        partial(readout_gain, arm="none full"),
-        at_most(NOTABLE_DIFFERENCE),
     ),
     _slowdown_claim("attention", "attention"),
     _slowdown_claim("mlp", "the MLPs"),
     _slowdown_claim("both", "attention and the MLPs"),
     Claim(
         "one-layer-residuals",
-        "Removing residual connections in one layer alone slows learning (exact match, mean over the steps of "
-        "training: with all of them less the mean over the arms without those around attention, the MLP or both of a "
-        "layer; the threshold is ours).",
+        "Without the residual connections of one layer alone, addition is learnt more slowly.",
         slowdown_in_one_layer,
-        at_least(MIN_SLOWDOWN),
+        above(0.0),
+        kind="reading",
+        quantity=(
+            "exact match, mean over the steps of training: with all residual connections less the mean over the arms "
+            "without those around attention, the MLP or both of one layer"
+        ),
+        across="interval",
         presets=("paper",),
     ),
     Claim(
         "slices",
-        "With residuals each vertical slice is most similar to itself from layer to layer, by unit-wise correlation "
-        f"({_SHARE}; the threshold is ours).",
-        lambda run: own_share(run, BASELINE, "correlation").isel(step=-1),
-        at_least(MIN_OWN_SHARE),
+        "From layer to layer a location is most similar to itself more often than by chance, by correlation.",
+        partial(own_share_above_chance, kind="correlation"),
+        above(0.0),
+        kind="reading",
+        quantity=f"{_SHARE}, less chance; units are compared one by one",
+        across="interval",
     ),
     Claim(
         "slices-without",
-        "Without residuals vertical slices are less often most similar to themselves, by unit-wise correlation "
-        "(share with all of them less the greatest without; the threshold is ours).",
+        "Residual connections keep a location similar to itself, by correlation.",
         partial(own_share_drop, kind="correlation"),
-        at_least(NOTABLE_DIFFERENCE),
+        above(0.0),
+        kind="reading",
+        quantity=f"{_LESS}; without residual connections two layers have no units in common, so that it must fall",
+        across="interval",
     ),
     Claim(
         "slices-cka",
-        "With residuals each vertical slice is most similar to itself by debiased CKA too, which does not mind if a "
-        "layer turns the units about (share of locations).",
-        lambda run: own_share(run, BASELINE, "cka").isel(step=-1),
-        at_least(MIN_OWN_SHARE),
+        "From layer to layer a location is most similar to itself more often than by chance, by CKA.",
+        partial(own_share_above_chance, kind="cka"),
+        above(0.0),
+        kind="control",
+        quantity=f"{_SHARE}, less chance; debiased CKA does not depend on the choice of units",
+        across="interval",
     ),
     Claim(
         "slices-without-cka",
-        "Without residuals vertical slices are less often most similar to themselves by debiased CKA too: the units "
-        "of two layers have nothing to do with each other then, so that correlation must fall; that slices move is "
-        "more than that (share with all of them less the greatest without).",
+        "Residual connections keep a location similar to itself, by CKA.",
         partial(own_share_drop, kind="cka"),
-        at_least(NOTABLE_DIFFERENCE),
+        above(0.0),
+        kind="control",
+        quantity=f"{_LESS}; the paper's second version found no definitive evidence of it",
+        across="interval",
     ),
-    _pilot_claim("causal", BASELINE, "no encoding and a causal mask: 0.9999", 0.9999, 0.005),
-    _pilot_claim("learned", "learned causal", "a learned encoding and a causal mask: 1.0000", 1.0, 0.005),
     Claim(
-        "pilot-learned-soon",
-        "Our pilot of one seed, a learned encoding and a causal mask: 99 % by step 1,500 (the first recorded step at "
-        "it).",
-        lambda run: select(run.steps_to_99.fillna(np.inf), arm="learned causal"),
-        at_most(1500),
+        "positions",
+        "Hidden states know more of their position under a causal mask than under a full one.",
+        lambda run: readout_gain(run, BASELINE) - readout_gain(run, "none full"),
+        above(0.0),
+        kind="control",
+        quantity=f"{_GAIN}: causal less full mask, both without encoding",
+        across="interval",
+    ),
+    Claim(
+        "positions-causal",
+        "Under a causal mask the readout of positions gains 0.2 over the embeddings.",
+        partial(readout_gain, arm=BASELINE),
+        at_least(MIN_CAUSAL_GAIN),
+        kind="check",
+        quantity=f"{_GAIN}; the threshold is ours",
+    ),
+    Claim(
+        "positions-full",
+        "Under a full mask the readout of positions gains no more than 0.05 over the embeddings.",
+        partial(readout_gain, arm="none full"),
+        at_most(MAX_FULL_GAIN),
+        kind="check",
+        quantity=f"{_GAIN}; the threshold is ours",
+    ),
+    Claim(
+        "nine-in-ten",
+        "With residual connections nine in ten locations are most similar to themselves, by correlation.",
+        lambda run: own_share(run, BASELINE, "correlation").isel(step=-1),
+        at_least(MIN_OWN_SHARE),
+        kind="check",
+        quantity=f"{_SHARE}; the threshold is ours",
+    ),
+    Claim(
+        "nine-in-ten-cka",
+        "With residual connections nine in ten locations are most similar to themselves, by CKA.",
+        lambda run: own_share(run, BASELINE, "cka").isel(step=-1),
+        at_least(MIN_OWN_SHARE),
+        kind="check",
+        quantity=f"{_SHARE}; the threshold is ours",
+    ),
+    Claim(
+        "ceiling-2",
+        "Without order, at most 28.5 % of sums of two digits can be right.",
+        partial(ceiling_at, digits=2),
+        near(0.285, 5e-5),
+        kind="check",
+        quantity="the most that is possible without order, by enumeration, against the number we published",
+    ),
+    Claim(
+        "ceiling-3",
+        "Without order, at most 5.32 % of sums of three digits can be right.",
+        partial(ceiling_at, digits=3),
+        near(0.0532, 5e-5),
+        kind="check",
+        quantity="the most that is possible without order, by enumeration, against the number we published",
+    ),
+    Claim(
+        "causal-learns",
+        "Without encoding, the causal mask alone lets four of five seeds reach 99 %.",
+        lambda run: reached_by_four_in_five(final_accuracy(run, BASELINE)),
+        at_least(LEARNT),
+        kind="check",
+        quantity="exact match on unseen pairs that four of five seeds reach; the threshold is ours",
         presets=("paper",),
     ),
-    _pilot_claim("attention", "attention all", "no residuals around attention: 0.001", 0.001, 0.01),
-    _pilot_claim("mlp", "mlp all", "no residuals around the MLPs: 0.02", 0.02, 0.03),
-    _pilot_claim("first", "attention 0", "none around layer 0's attention alone: 0.999", 0.999, 0.005),
+    Claim(
+        "full-encoded-learns",
+        "With a full mask and any encoding, four of five seeds reach 99 %.",
+        lambda run: min(reached_by_four_in_five(final_accuracy(run, f"{positions} full")) for positions in ENCODED),
+        at_least(LEARNT),
+        kind="check",
+        quantity="exact match on unseen pairs that four of five seeds reach, the least of three encodings",
+        presets=("paper",),
+    ),
+    _pilot_claim("causal", BASELINE, "0.9999 without encoding under a causal mask", 0.9999, 0.005),
+    _pilot_claim("learned", "learned causal", "1.0000 with a learned encoding and a causal mask", 1.0, 0.005),
+    Claim(
+        "pilot-learned-soon",
+        "With a learned encoding and a causal mask 99 % are reached by step 1,500, as in our pilot.",
+        lambda run: select(run.steps_to_99.fillna(np.inf), arm="learned causal"),
+        at_most(1500),
+        kind="check",
+        quantity="first recorded step at which exact match reaches 0.99",
+        presets=("paper",),
+    ),
+    _pilot_claim("attention", "attention all", "0.001 without residuals around attention", 0.001, 0.01),
+    _pilot_claim("mlp", "mlp all", "0.02 without residuals around the MLPs", 0.02, 0.03),
+    _pilot_claim("first", "attention 0", "0.999 without those around layer 0's attention", 0.999, 0.005),
 )
 
 
@@ -288,18 +367,21 @@ _QUICK = Config(
 
 STUDY = Study(
     name="addition",
-    title="Addition, by who tells the model the order of its digits",
-    source="Breaking Symmetry When Training Transformers (arXiv 2402.05969)",
+    title="A causal mask alone lets a model learn the order of digits",
+    source="Breaking Symmetry When Training Transformers (arXiv 2402.05969v2)",
+    statement=(
+        "Transformers can learn tasks that need the order of tokens without positional encodings, and the causal mask "
+        "must be what makes this possible (Zuo and Guerzhoy, arXiv 2402.05969). The authors suppose that residual "
+        "connections let each vertical slice of the network stand for one location. Their first version reports "
+        "evidence for this; the second says that they did not find definitive evidence."
+    ),
     about=(
-        "Decoders learn sums such as 123+456=0579, digit by digit, from pairs drawn at random, and are asked about "
-        "pairs of which neither order was ever trained on. Arms: four positional encodings x two masks; and, for the "
-        "model without encoding under a causal mask, the residual connections around attention, the MLP or both "
-        "removed, in one layer or in all. In every arm a seed has the same first weights and the same batches. Loss "
-        "and exact match are over the digits of the sum, which `reverse` writes from the last one on. Under a full "
-        "mask every prefix is an example of its own and only its last position predicts, so that no digit is seen "
-        "before it is told. What a model can reach that knows no order is enumerated and drawn as a line. Levels are "
-        "the embeddings and what leaves each layer. The quick preset has two digits, two layers and four arms, and "
-        "stops before any arm is done; what it says of residual connections is said of two layers."
+        "Decoders learn sums such as 123+456=0579 and are tested on pairs that were never trained on in either order. "
+        "The arms differ in encoding and mask, and in which residual connections are removed; all start from the same "
+        "weights and see the same batches. The most that can be right without knowing the order is enumerated. "
+        "Locations at two levels are compared by the correlation of each unit, and by debiased CKA, which does not "
+        "depend on the choice of units. The quick preset has two digits, two layers and four arms, and stops before "
+        "any arm has learnt the task."
     ),
     version=2,
     presets={
@@ -308,30 +390,30 @@ STUDY = Study(
     },
     run=run,
     claims=CLAIMS,
+    outcome=outcome,
     figures={
         "accuracy": Drawing(
             draw_accuracy,
-            "Exact match on unseen pairs over training, mean and range over seeds; grey, the most that any predictor "
-            "can reach that knows no order. (a) Causal and (b) full mask, by positional encoding; (c) no encoding, "
-            "causal mask, residual connections around attention, the MLP or both removed in all layers; (d) if there "
-            "are such arms, removed in one layer alone: the mean over the steps of training, black with all of them.",
+            "Lines: mean over seeds. Bands: smallest to largest seed. Grey: the most that is possible without order. "
+            "(a, b) By positional encoding. (c) No encoding, causal mask, residual connections removed in all layers. "
+            "(d) If there are such arms, removed in one layer alone: mean over the steps of training.",
         ),
         "slices": Drawing(
             draw_slices,
-            "How similar what stands at a location (rows) at one level is to what stands at another location (columns) "
-            "at a higher one, mean over pairs of levels and seeds: left, by correlation of the same unit, mean over "
-            "units; right, by debiased CKA. a and b are digits of the summands, c of the sum, as they are read.",
+            "How similar a location (row) at one level is to a location (column) at a higher level; mean over pairs of "
+            "levels and seeds. Left: by correlation of the same unit. Right: by debiased CKA. a and b are digits of "
+            "the summands, c of the sum, in the order in which they are read.",
         ),
         "positions": Drawing(
             draw_positions,
-            "Accuracy of a linear readout of the position from hidden states, over training, mean and range over "
-            "seeds. What the token alone tells is the embeddings' line; + and = stand at one position each.",
+            "How often a linear readout finds the position of a hidden state. Lines: mean over seeds. Bands: smallest "
+            "to largest seed. The embeddings' line is what the token alone says: + and = have one position each.",
         ),
         "own": Drawing(
             draw_own,
-            "Share of locations to which, at a higher level, no other location is as similar as the same one, mean "
-            "over pairs of levels; mean and range over seeds. No encoding, causal mask. (a) By correlation of the same "
-            "unit, (b) by debiased CKA, which does not mind if a layer turns the units about.",
+            "Share of locations that no other location at a higher level resembles more than the same location does; "
+            "mean over pairs of levels. Lines: mean over seeds. Bands: smallest to largest seed. No encoding, causal "
+            "mask. (a) By correlation of the same unit. (b) By debiased CKA.",
         ),
     },
     threads=1,

@@ -23,7 +23,7 @@ def draw_accuracy(run: xr.Dataset) -> Figure:
     """Draw exact match over training by encoding and mask, and by which residual connections are removed."""
     single = [name for name in run.arm.values if name.split()[1].isdigit()]
     figure, axes = canvas(1, 4 if single else 3, width=3.0, height=3.4, sharey=True)
-    titles = ("causal mask", "full mask", "causal, no residuals")
+    titles = ("Causal mask: is order learnt?", "Full mask: is order learnt?", "Without residuals in all layers")
     by_mask = [[f"{positions} {mask}" for positions in CHOICES["positions"]] for mask in ("causal", "full")]
     panels = zip(axes[0], titles, [*by_mask, [BASELINE, *without_residuals(run)]], strict=False)
     for panel, title, names in panels:
@@ -51,7 +51,8 @@ def _draw_single(panel: Axes, run: xr.Dataset, names: Sequence[str]) -> None:
             measured(panel, x, means.transpose("layer", "seed"), index, _first_word(part), linestyle="-")
     if BASELINE in run.arm.values:
         panel.axhline(float(mean_accuracy(run, BASELINE).mean()), color="black", label="none")
-    panel.set(xlabel="layer", title="none in one layer, on the way")
+    panel.set(xlabel="layer", title="Without those of one layer")
+    panel.set_ylabel("exact match, mean over training")
     _legend(panel, "residuals removed from")
 
 
@@ -72,10 +73,12 @@ def _first_word(name: str) -> str:
 
 
 def _arm_title(name: str, gap: str) -> str:
-    """Return an arm's encoding and mask, or what has no residuals, with `gap` before the latter."""
+    """Return an arm's encoding and mask, or what has no residuals, in two parts with `gap` between them."""
     first, _, second = name.partition(" ")
     where = "" if second == ALL_LAYERS else f" {second}"
-    return f"{first}, {second}" if second in CHOICES["mask"] else f"no residuals:{gap}{_first_word(first)}{where}"
+    if second in CHOICES["mask"]:
+        return f"{'no encoding' if first == 'none' else first},{gap}{second} mask"
+    return f"no residuals:{gap}{_first_word(first)}{where}"
 
 
 def draw_slices(run: xr.Dataset) -> Figure:
@@ -93,6 +96,7 @@ def draw_slices(run: xr.Dataset) -> Figure:
         row[0].set_ylabel(_arm_title(name, "\n"))
     for panel, (kind, step) in zip(axes[0], columns, strict=True):
         panel.set_title(f"{KIND_TITLES[kind]},\nstep {step}")
+    figure.suptitle("A bright diagonal: a location is most similar to itself at higher levels", fontsize=10)
     figure.colorbar(image, ax=axes, label="similarity, mean over pairs of levels", shrink=0.8, pad=0.01)
     return figure
 
@@ -117,7 +121,8 @@ def draw_positions(run: xr.Dataset) -> Figure:
         draw_levels(panel, select(run.decodability, arm=name))
         panel.axhline(float(run.chance), color="grey", linewidth=0.9, label="chance")
         panel.set_title(_arm_title(name, " "))
-    axes[0, 0].set(ylabel="position read off", ylim=(0, 1.03))
+    figure.suptitle("How well hidden states tell their position", fontsize=10)
+    axes[0, 0].set(ylabel="accuracy of the readout", ylim=(0, 1.03))
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=run.sizes["level"] + 1)
     letters(axes)
     return figure
@@ -131,8 +136,8 @@ def draw_own(run: xr.Dataset) -> Figure:
             label = "all residuals" if name == BASELINE else _arm_title(name, " ")
             band(panel, run.step + 1, own_share(run, name, kind), index, label)
         panel.axhline(1 / run.sizes["location"], color="grey", linewidth=0.9, label="chance")
-        panel.set(xscale="log", xlabel="step + 1", title=title)
-    axes[0, 0].set(ylabel="locations most similar to themselves", ylim=(0, 1.03))
+        panel.set(xscale="log", xlabel="step + 1", title=f"Most similar to itself, by {title}")
+    axes[0, 0].set(ylabel="share of locations", ylim=(0, 1.03))
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     letters(axes)
     return figure

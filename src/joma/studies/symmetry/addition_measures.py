@@ -7,7 +7,7 @@ import xarray as xr
 from jaxtyping import Int
 from torch import Tensor
 
-from joma.studies.symmetry.addition_arms import ALL_LAYERS, BASELINE, REMOVED
+from joma.studies.symmetry.addition_arms import ALL_LAYERS, BASELINE, ENCODED, REMOVED
 from joma.study import NotInRun, select
 
 
@@ -24,6 +24,11 @@ def final_accuracy(run: xr.Dataset, arm: str) -> xr.DataArray:
 def above_ceiling(run: xr.Dataset, arm: str) -> xr.DataArray:
     """Return the final exact match less the ceiling without order and less the sampling error of the test pairs."""
     return final_accuracy(run, arm) - run.ceiling - run.error
+
+
+def least_above_ceiling(run: xr.Dataset) -> xr.DataArray:
+    """Return `above_ceiling` of the positional encoding with the lowest one under a full mask."""
+    return xr.concat([above_ceiling(run, f"{positions} full") for positions in ENCODED], "arm").min("arm", skipna=False)
 
 
 def mean_accuracy(run: xr.Dataset, arm: str) -> xr.DataArray:
@@ -74,6 +79,11 @@ def own_share(run: xr.Dataset, arm: str, kind: str) -> xr.DataArray:
     return select(run.own, arm=arm).sel(kind=kind).where(upper).mean(("level", "higher"))
 
 
+def own_share_above_chance(run: xr.Dataset, kind: str) -> xr.DataArray:
+    """Return the final share of `own_share` with all residual connections, less that of random similarities [seed]."""
+    return own_share(run, BASELINE, kind).isel(step=-1) - 1 / run.sizes["location"]
+
+
 def without_residuals(run: xr.Dataset) -> list[str]:
     """Return the names of the run's arms in which residual connections are removed in all layers."""
     return [name for name in (f"{part} {ALL_LAYERS}" for part in REMOVED) if name in run.arm.values]
@@ -100,5 +110,5 @@ def digits_of(run: xr.Dataset) -> int:
 def ceiling_at(run: xr.Dataset, digits: int) -> xr.DataArray:
     """Return the ceiling without order; raises `NotInRun` if the summands have another number of digits."""
     if digits_of(run) != digits:
-        raise NotInRun(f"{digits} digits")
+        raise NotInRun(f"sums of {digits} digits")
     return run.ceiling
