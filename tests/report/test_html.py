@@ -14,9 +14,10 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from joma.files import StorageError, write_text
-from joma.report.html import write_report
+from joma.report.html import _size, write_report
 from joma.report.probe import save as save_probe
-from joma.runs import TRAJECTORY, Description, Run, StoredClaims, finish, reopen
+from joma.runs import HIGHLIGHT, TRAJECTORY, Description, Run, StoredClaims, finish, reopen
+from joma.verdicts import KINDS
 from probed import FAULT, series_data
 
 STUDIES = {
@@ -59,28 +60,29 @@ class Page(HTMLParser):
             self.headings[-1] += data
 
 
-def claim(verdict, statement="It holds.", values=(1.0, 3.0), across="every"):
+def claim(verdict, statement="It holds.", values=(1.0, 3.0), *, across="every", kind="theorem", reason=""):
     measured = {"mean": np.mean(values), "sd": np.std(values), "min": min(values), "max": max(values)}
-    measured |= {"values": list(values)}
+    measured |= {"values": list(values), "interval": None}
     return {
-        "name": "c", "statement": statement, "expected": "at least 1", "measured": measured, "across": across,
-        "verdict": verdict,
+        "name": "c", "kind": kind, "statement": statement, "quantity": "nats", "expected": "≥ 1", "low": 1.0,
+        "high": None, "measured": measured, "across": across, "verdict": verdict, "reason": reason,
     }  # fmt: skip
 
 
-def store(out, study="winner", name="abc", *, claims=None, figures=(), age=0):
+def store(out, study="winner", name="abc", *, preset="quick", claims=None, figures=(), age=0, **description):
     """Write a finished run, `age` seconds old."""
     path = out / study / name
     run = Run(out, study, 1, {"slope": 2.5}, [0, 1])
-    run.begin("quick")
+    run.begin(preset)
     trajectory = xr.Dataset({"entropy": (("seed", "step"), np.zeros((2, 5))), "level": 1.0})
     run.save(trajectory, device="cpu", wall_time=12.34)
     run.path.rename(path)
     for stem, caption in figures:
         write_text(path / "figures" / f"{stem}.svg", SVG.format(stem))
         write_text(path / "figures" / f"{stem}.txt", f"{caption}\n")
-    description = Description(**STUDIES.get(study, {}), figures=[name for name, _ in figures])
-    finish(path, StoredClaims(claims or [claim("holds")], description, 12.34))
+    shown = [name for name, _ in figures if name != HIGHLIGHT]
+    stored = Description(**{**STUDIES.get(study, {}), **description}, figures=shown)
+    finish(path, StoredClaims(claims or [claim("holds")], stored, 12.34))
     time = (path / TRAJECTORY).stat().st_mtime - age
     os.utime(path / TRAJECTORY, (time, time))
     return path
@@ -106,60 +108,127 @@ def test_runs_are_in_the_order_of_studies_and_then_oldest_first(tmp_path):
     store(tmp_path, "winner", "old", age=100)
     page, count = report(tmp_path)
     assert count == 4
-    assert page.headings == ["A winner", "A winner", "A ladder", "unknown"]
-    assert [link for link in page.links if link.startswith("#")] == [
-        "#winner-old", "#winner-new", "#ladder-d", "#unknown-e"
-    ]  # fmt: skip
+    assert page.headings[-7:] == [
+        "A winner", "Theorems: 1 holds", "A winner", "Theorems: 1 holds", "A ladder", "Theorems: 1 holds", "unknown",
+        "Theorems: 1 holds",
+    ][-7:]  # fmt: skip
+    listed = page.source[page.source.index('<ul class="studies">') :]
+    order = [listed.index(f'href="#{anchor}"') for anchor in ("winner-old", "winner-new", "ladder-d", "unknown-e")]
+    assert order == sorted(order)
     assert all(f'id="{link[1:]}"' in page.source for link in page.links if link.startswith("#"))
 
 
-def test_the_overview_counts_verdicts(tmp_path):
+def test_verdicts_are_counted_by_kind(tmp_path):
     verdicts = ("holds", "holds", "does not hold", "not tested")
     store(tmp_path, claims=[claim(verdict) for verdict in verdicts])
-    store(tmp_path, "ladder", claims=[claim("does not hold")])
+    store(
+        tmp_path, "ladder", claims=[claim("does not hold"), claim("holds", kind="check"), claim("holds", kind="figure")]
+    )
     page, _ = report(tmp_path)
-    assert page.rows[1:3] == [
-        ["winnerA winner", "quick", "2", "2", "1", "1", "12.3 s"],
-        ["ladderA ladder", "quick", "2", "0", "1", "0", "12.3 s"],
-    ]
-    assert ">2 hold<" in page.source
-    assert ">2 do not hold<" in page.source
-    assert "of\n5 claims" in page.source
+    assert "Theorems: 2 hold, 2 do not, 1 not tested" in page.headings
+    assert "Figures and tables: 1 holds" in page.headings
+    assert "Checks: 1 holds" in page.headings
+    assert "what does not hold (2)" in page.source
+    assert "12.3 s: 2 hold, 1 does not, 1 not tested</span>" in page.source
+    assert "12.3 s: 1 holds, 1 does not; checks: 1 holds</span>" in page.source
 
 
 def test_claims_show_expected_and_measured_values_and_the_verdict(tmp_path):
     claims = [
         claim("holds", "Every seed."),
         claim("does not hold", "The mean.", across="mean"),
-        claim("not tested", "One seed.", values=(0.123456,)),
+        claim("not tested", "One seed.", values=(0.123456,), reason="needs 2 seeds"),
     ]
     store(tmp_path, claims=claims)
     page, _ = report(tmp_path)
-    rows = [row for row in page.rows if row[0] in ("Every seed.", "The mean.", "One seed.")]
-    assert rows == [
-        ["Every seed.", "at least 1", "2 ± 11 to 3 over 2, each judged", "✓ holds"],
-        ["The mean.", "at least 1", "2 ± 11 to 3 over 2, mean judged", "✗ does not hold"],
-        ["One seed.", "at least 1", "0.1235", "– not tested"],
+    rows = [row for row in page.rows if row[0].startswith(("Every seed.", "The mean.", "One seed."))]
+    expected = [
+        ["Every seed.nats", "✓ holds", "2 ± 11 to 3 over 2 seeds; judged by every seed", "expected ≥ 1"],
+        ["The mean.nats", "✗ does not hold", "2 ± 11 to 3 over 2 seeds; judged by the mean", "expected ≥ 1"],
+        ["One seed.nats", "– not testedneeds 2 seeds", "0.1235", "expected ≥ 1"],
     ]
+    linked = [[f"{cells[0]} · winner", *cells[1:]] for cells in expected]
+    assert rows == linked + expected
+    assert page.source.count('<svg class="dots"') == 6
 
 
-def test_claims_that_do_not_hold_are_listed_first(tmp_path):
-    store(tmp_path, claims=[claim("holds", "Fine."), claim("does not hold", "Not so.")])
+def test_checks_are_folded_away_and_every_other_kind_is_not(tmp_path):
+    store(tmp_path, claims=[claim("holds", f"A {kind}.", kind=kind) for kind in KINDS])
     page, _ = report(tmp_path)
-    assert page.headings == ["What does not hold", "A winner"]
-    start, end = page.source.index("<ul>"), page.source.index("</ul>")
-    assert "Not so." in page.source[start:end]
-    assert "measured 2 ± 1 (1 to 3)" in page.source[start:end]
-    assert "Fine." not in page.source[start:end]
+    open_part, *folded = page.source.split("<details")
+    assert {kind for kind in KINDS if f"A {kind}." in open_part} == {*KINDS} - {"check"}
+    assert "A check." in folded[0]
 
 
-def test_the_list_is_left_out_if_every_claim_holds(tmp_path):
-    store(tmp_path)
-    assert report(tmp_path)[0].headings == ["A winner"]
+def test_a_record_of_an_earlier_version_is_shown(tmp_path):
+    absent = ("kind", "quantity", "low", "high", "reason")
+    record = {name: value for name, value in claim("not tested at this preset").items() if name not in absent}
+    del record["measured"]["interval"]
+    store(tmp_path, claims=[record])
+    page, _ = report(tmp_path)
+    assert "Checks: 1 not tested" in page.headings
+    assert "decided at another preset only" in page.source
+
+
+def test_the_first_screen_has_the_pictures_and_the_outcome(tmp_path):
+    figures = [(HIGHLIGHT, "Attention comes back."), ("1-line", "A line.")]
+    store(tmp_path, figures=figures, highlight="Figure 3", outcome="It wins by 3 %.", statement="One token wins.")
+    store(tmp_path, "ladder", outcome="It climbs.")
+    page, _ = report(tmp_path)
+    first = page.source[: page.source.index('id="claims"')]
+    assert [image["alt"] for image in page.images] == ["Attention comes back.", "A line."]
+    assert '<a href="#winner-abc"><img' in first
+    assert '<a href="#winner-abc">Figure 3</a>: It wins by 3 %.' in first
+    assert '<a href="#ladder-abc">ladder</a>: It climbs.' in first
+    section = page.source[page.source.index('<section class="study" id="winner-abc"') :]
+    places = [
+        section.index(text)
+        for text in ("A winner", "One token wins.", "Which token", "A line.", "It wins by", "<table")
+    ]
+    assert places == sorted(places)
+
+
+def test_a_run_whose_small_picture_is_missing_has_none_on_the_first_screen(tmp_path):
+    path = store(tmp_path, figures=[(HIGHLIGHT, "Seen.")], highlight="Figure 3", outcome="It wins.")
+    (path / "figures" / f"{HIGHLIGHT}.svg").unlink()
+    page, _ = report(tmp_path)
+    assert page.images == []
+    assert '<nav class="highlights"' not in page.source
+    assert "Figure 3</a>: It wins." in page.source
+
+
+def test_the_picture_and_the_claims_are_of_the_largest_preset(tmp_path):
+    for name, preset, age in (("a", "paper", 100), ("b", "quick", 10)):
+        figures = [(HIGHLIGHT, f"At {preset}.")]
+        claims = [claim("holds", f"Said at {preset}.")]
+        options = {"highlight": "Figure 3", "outcome": f"Out at {preset}."}
+        store(tmp_path, "winner", name, preset=preset, age=age, claims=claims, figures=figures, **options)
+    page, _ = report(tmp_path)
+    assert [image["alt"] for image in page.images] == ["At paper."]
+    overview = page.source[: page.source.index('<ul class="studies">')]
+    assert "Said at paper." in overview
+    assert "Out at paper." in overview
+    assert "Said at quick." not in overview
+    assert "Out at quick." not in overview
+    assert '<a href="#winner-b">winner, preset quick, 2 seeds</a>: 1 holds' in overview
+
+
+def test_sources_link_to_arxiv_and_are_escaped(tmp_path):
+    store(tmp_path, source="<i> (arXiv 2310.00535) and arXiv:2402.05969")
+    page, _ = report(tmp_path)
+    assert "&lt;i&gt; (<a" in page.source
+    papers = [link for link in page.links if link.startswith("https:")]
+    assert papers == ["https://arxiv.org/abs/2310.00535", "https://arxiv.org/abs/2402.05969"]
+
+
+def test_pictures_have_the_size_that_they_say():
+    picture = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" height="150.75pt" width="300pt">'
+    assert _size(picture) == {"width": 400, "height": 201}
+    assert _size(SVG.encode()) == {}
 
 
 def test_figures_are_in_the_stored_order_and_a_tenth_comes_last(tmp_path):
-    names = [f"{index}-figure" for index in (*range(1, 11),)]
+    names = [f"{index}-figure" for index in range(1, 11)]
     store(tmp_path, figures=[(name, name) for name in names])
     page, _ = report(tmp_path)
     assert [image["alt"] for image in page.images] == names
@@ -213,7 +282,7 @@ def test_a_damaged_run_is_left_out_and_named_on_the_page(tmp_path):
         assert len(written.left_out) == 1
         assert f"{path / name} is " in written.left_out[0]
         page = Page(written.path)
-        assert page.headings == ["Runs and probes that are left out", "A ladder"]
+        assert page.headings[0] == "Runs and probes that are left out"
         assert html.escape(str(path / name)) in page.source
         assert "A line." not in page.source
         (path / name).write_bytes(content)
@@ -259,7 +328,9 @@ def test_probes_come_after_the_studies(probed, tmp_path):
     written = write_report(tmp_path)
     assert (written.runs, list(written.probes), written.left_out) == (1, probed, ())
     page = Page(written.path)
-    assert page.headings[:3] == ["A winner", "Probed models", "Attention entropy falls and recovers in 2 of 2 layers"]
+    start = page.headings.index("Probed models")
+    assert page.headings[start - 2 : start] == ["A winner", "Theorems: 1 holds"]
+    assert page.headings[start + 1] == "Attention entropy falls and recovers in 2 of 2 layers"
     assert page.headings.count("Attention entropy falls and recovers in 2 of 2 layers") == 2
     assert len(page.images) == 1 + 2 * 4
     assert page.rows.count(["misplaced", f"{FAULT.message}; download it again.", "1"]) == 2
@@ -273,7 +344,7 @@ def test_a_report_of_probes_alone(probed, tmp_path):
     assert (written.runs, len(written.probes)) == (0, len(probed))
     page = Page(written.path)
     assert page.headings[0] == "Probed models"
-    assert "Each study states" not in page.source
+    assert "Each study" not in page.source
 
 
 @pytest.mark.parametrize("name", [TRAJECTORY, "audit.json", "probe.html", "manifest.json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -10,17 +11,20 @@ from typing import Any
 
 import jinja2
 import xarray as xr
+from markupsafe import Markup, escape
 
 from joma.arguments import InputError
 from joma.files import StorageError, exists, remove_leftovers, write_text
 from joma.manifest import Manifest
+from joma.report.overview import overview, run_counts
 from joma.report.probe_page import data_url, environment, find_probes, read_probe
-from joma.report.table import number, spread
-from joma.runs import FIGURES, Description, check_run, find_runs, read_claims, read_config
+from joma.report.rows import by_kind
+from joma.runs import FIGURES, HIGHLIGHT, Description, check_run, find_runs, read_claims, read_config
 from joma.stamp import now, provenance
 
-# The sign and the CSS class of each verdict.
-VERDICTS = {"holds": ("✓", "yes"), "does not hold": ("✗", "no"), "not tested": ("–", "open")}
+SIZE = re.compile(rb"""<svg\b[^>]*?\s(width|height)="([\d.]+)pt"[^>]*?\s(width|height)="([\d.]+)pt\"""")
+PIXELS_PER_POINT = 4 / 3
+ARXIV = re.compile(r"arXiv[ :](\d{4}\.\d{4,5})")
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ def write_report(out: Path, order: Sequence[str] = ()) -> Report:
     left_out += probes_left_out
     if not sections and not probes:
         raise StorageError(f"no intact run below {out}: {left_out[0]}")
-    content = {"sections": sections, "probes": probes, "left_out": left_out, "totals": _totals(sections)}
+    content = {"sections": sections, "probes": probes, "left_out": left_out, **overview(sections)}
     page = _template().render(**content, stamp=provenance(), now=now())
     remove_leftovers(out)
     write_text(out / "report.html", page)
@@ -75,9 +79,17 @@ def _read_all(read: Callable[[Path], dict[str, Any]], paths: Sequence[Path]) -> 
 
 def _template() -> jinja2.Template:
     templates = environment()
-    templates.filters |= {"spread": spread, "number": number}
-    templates.globals["verdicts"] = VERDICTS
+    templates.filters["cited"] = cited
     return templates.get_template("template.html")
+
+
+def cited(source: str) -> Markup:
+    """Return the source of a claim as HTML, with every arXiv number a link to its paper.
+
+    >>> cited("Theorem 2 (arXiv 2310.00535)")
+    Markup('Theorem 2 (<a href="https://arxiv.org/abs/2310.00535">arXiv 2310.00535</a>)')
+    """
+    return Markup(ARXIV.sub(r'<a href="https://arxiv.org/abs/\1">\g<0></a>', str(escape(source))))
 
 
 def _section(path: Path) -> dict[str, Any]:
@@ -95,7 +107,9 @@ def _section(path: Path) -> dict[str, Any]:
         "seeds": len(config["seeds"]),
         "wall_time": stored.wall_time,
         "claims": stored.claims,
-        "counts": {verdict: sum(claim["verdict"] == verdict for claim in stored.claims) for verdict in VERDICTS},
+        "groups": by_kind((claim, {}) for claim in stored.claims),
+        "counts": run_counts(stored.claims),
+        "highlight": _highlight(path, manifest, stored.description),
         "figures": figures,
         "missing": [name for name in stored.description.figures or () if name not in {f["name"] for f in figures}],
         "attributes": dict(sorted(trajectory.attrs.items())),
@@ -117,13 +131,26 @@ def _is_complete(picture: Path) -> bool:
     return exists(picture) and exists(picture.with_suffix(".txt"))
 
 
-def _figure(manifest: Manifest, name: str) -> dict[str, str]:
-    """Return the caption of a figure, and its picture as a data URL."""
+def _figure(manifest: Manifest, name: str) -> dict[str, Any]:
+    """Return the caption of a figure, its picture as a data URL, and its size in CSS pixels if the picture says it."""
     file = PurePosixPath(name)
     caption = manifest.read(str(file.with_suffix(".txt"))).decode("utf-8").strip()
-    return {"caption": caption, "image": data_url(manifest.read(name)), "name": file.stem}
+    picture = manifest.read(name)
+    return {"caption": caption, "image": data_url(picture), "name": file.stem, **_size(picture)}
 
 
-def _totals(sections: list[dict[str, Any]]) -> dict[str, int]:
-    """Return how many claims of all runs have each verdict."""
-    return {verdict: sum(section["counts"][verdict] for section in sections) for verdict in VERDICTS}
+def _size(picture: bytes) -> dict[str, int]:
+    """Return width and height of an SVG picture in CSS pixels, or nothing if they are not given in points."""
+    match = SIZE.search(picture[:2000])
+    if match is None:
+        return {}
+    sides = {match[1].decode(): float(match[2]), match[3].decode(): float(match[4])}
+    return {name: round(PIXELS_PER_POINT * points) for name, points in sides.items()}
+
+
+def _highlight(path: Path, manifest: Manifest, description: Description) -> dict[str, Any] | None:
+    """Return the small picture of a run for the first screen, or None if it has none."""
+    name = f"{FIGURES}/{HIGHLIGHT}.svg"
+    if not description.highlight or name not in manifest.files or not _is_complete(path / name):
+        return None
+    return _figure(manifest, name)

@@ -1,0 +1,95 @@
+"""Claims as rows: numbers as people read them, what a claim is judged by, and counts by kind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from joma.report.rows import HEADINGS, NO_BREAK, VERDICTS, by_kind, count_text, readable, row
+from joma.study.claim import Claim, at_least, at_most
+from joma.verdicts import KINDS
+
+SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+
+
+def record(values, across="every", kind="theorem", presets=("quick",)):
+    run = xr.Dataset({"value": ("seed", values)})
+    claim = Claim("c", "It holds.", lambda run: run.value, at_least(1), kind, "nats", across, presets)
+    return claim.judge(run, "quick")
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_power_of_ten_is_the_number_it_stands_for(value):
+    text = readable(f"{value:.4g}")
+    mantissa, times, power = text.partition(f"{NO_BREAK}×{NO_BREAK}")
+    if not times and text.startswith("10") and text[2:] and text[2:].translate(SUPERSCRIPTS) != text[2:]:
+        mantissa, power = "1", text
+    exponent = power[2:].translate(SUPERSCRIPTS)
+    assert float(f"{mantissa}e{exponent or 0}") == float(f"{value:.4g}")
+
+
+@pytest.mark.parametrize("text", ["≥ 0.9", "inf", "nan", "–", "", "e", "1e", "here and there", "e5", "0.4278 ± 0.001"])
+def test_other_text_stays_as_it_is(text):
+    assert readable(text) == text
+
+
+@pytest.mark.parametrize(
+    ("across", "number", "judged"),
+    [
+        ("every", "3 ± 1", "2 to 4 over 3 seeds; judged by every seed"),
+        ("mean", "3 ± 1", "2 to 4 over 3 seeds; judged by the mean"),
+        ("interval", "3 ± 1", "judged by the 95 % interval 0.516 to 5.48 over 3 seeds"),
+    ],
+)
+def test_a_row_says_what_the_claim_is_judged_by(across, number, judged):
+    shown = row(record([2.0, 3.0, 4.0], across))
+    assert (shown["number"], shown["judged"]) == (number, judged)
+    assert (shown["statement"], shown["quantity"], shown["expected"]) == ("It holds.", "nats", "≥ 1")
+
+
+def test_a_single_value_has_no_spread():
+    shown = row(record([2.0]))
+    assert (shown["number"], shown["judged"]) == ("2", "")
+
+
+def test_seeds_that_are_not_finite_are_counted():
+    shown = row(record([2.0, math.nan, math.inf]))
+    assert (shown["number"], shown["judged"]) == ("–", "2 of 3 seeds are not finite")
+    assert (shown["sign"], shown["css"]) == VERDICTS["does not hold"]
+
+
+def test_a_claim_that_is_not_tested_has_its_reason():
+    shown = row(record([2.0], presets=("paper",)))
+    assert (shown["verdict"], shown["reason"], shown["sign"]) == ("not tested", "decided at preset paper only", "–")
+
+
+def test_kinds_are_apart_and_in_their_order():
+    claims = [(record([2.0], kind=kind), {"link": kind}) for kind in reversed(KINDS)]
+    claims.append((record([0.0], kind="theorem"), {"link": "second"}))
+    groups = by_kind(claims)
+    assert [group["kind"] for group in groups] == [*KINDS] == [*HEADINGS]
+    assert [[row["link"] for row in group["rows"]] for group in groups[:2]] == [["theorem", "second"], ["figure"]]
+    assert [group["counts"] for group in groups[:2]] == ["1 holds, 1 does not", "1 holds"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ((30, 2, 1), "30 hold, 2 do not, 1 not tested"),
+        ((1, 1, 0), "1 holds, 1 does not"),
+        ((0, 1, 2), "1 does not hold, 2 not tested"),
+        ((0, 0, 0), "none"),
+    ],
+)
+def test_counts_are_words(counts, text):
+    assert count_text(dict(zip(VERDICTS, counts, strict=True))) == text
+
+
+def test_bounds_are_powers_of_ten_too():
+    run = xr.Dataset({"value": ("seed", [0.0])})
+    claim = Claim("c", "Small.", lambda run: run.value, at_most(1e-10)).judge(run, "quick")
+    assert row(claim)["expected"] == "≤ 10⁻¹⁰"
