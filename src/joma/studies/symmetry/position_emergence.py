@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Float, Int
@@ -25,10 +25,10 @@ from joma.studies.symmetry.addition_arms import BASELINE, select_arms
 from joma.studies.symmetry.addition_training import FOLDS, AdditionSetting
 from joma.studies.symmetry.levels import draw_levels, hidden_states
 from joma.studies.text import language_training
-from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most
+from joma.study import Claim, Context, Drawing, Preset, Study, above, at_most
 from joma.train import Compute, Record
 
-TASKS = ("addition", "text")
+TASKS = {"addition": "sums", "text": "text"}  # and what is read in each
 DIMS: dict[str, Sequence[str]] = {
     "decodability": ("level",),
     "by_position": ("level", "position"),
@@ -43,8 +43,7 @@ READOUTS = (
     "adjacency",
     "null",
 )  # recorded of untrained models too; there of `null` only the greatest
-MAX_ABOVE_CHANCE = 0.03  # of a readout's accuracy or an adjacency score that shows nothing; the choice is ours
-MIN_STANDARD_ERRORS = 3  # by which a readout must be better; ours as well
+MAX_ABOVE_CHANCE = 0.03  # of a readout's accuracy or an adjacency score that shows nothing; our own, of checks only
 GPT2_INIT = "small"  # the initial weights of GPT-2, which arXiv 2501.00073 uses too
 
 
@@ -206,10 +205,9 @@ def probe_untrained(
     return xr.Dataset(variables, coords={**coordinates, "seed": list(context.seeds)})
 
 
-def standardised_readout_gain(readouts: xr.Dataset) -> xr.DataArray:
-    """Return by how many standard errors over folds the last layer's readout is better than the embeddings'."""
-    low, high = readouts.isel(level=0), readouts.isel(level=-1)
-    return (high.decodability - low.decodability) / np.hypot(low.error, high.error)
+def readout_gain(readouts: xr.Dataset) -> xr.DataArray:
+    """Return how much better the position is decoded from the last layer than from the embeddings [seed]."""
+    return readouts.decodability.isel(level=-1) - readouts.decodability.isel(level=0)
 
 
 def untrained_readouts(run: xr.Dataset, task: str) -> xr.Dataset:
@@ -229,59 +227,82 @@ def adjacency_above_null(readouts: xr.Dataset) -> xr.DataArray:
     return (readouts.adjacency - readouts.null).isel(level=slice(1, None))
 
 
-def _claim_for_each_task(
-    name: str, statement: str, measure: Callable[..., xr.DataArray], low: float
-) -> tuple[Claim, ...]:
-    """Return the same claim for each task: `measure(run, task=...)` must be at least `low`."""
-    return tuple(
-        Claim(f"{name}-{task}", f"{task.capitalize()}: {statement}", partial(measure, task=task), at_least(low))
-        for task in TASKS
+def outcome(run: xr.Dataset) -> str:
+    """Return what came out: how often the position is decoded, in sums and in text."""
+    random, trained, embeddings, chance = (
+        " and ".join(f"{float(values.mean()):.0%}" for values in by_task)
+        for by_task in (
+            [untrained_readouts(run, task).decodability.isel(level=-1) for task in TASKS],
+            [trained_readouts(run, task).decodability.isel(level=-1) for task in TASKS],
+            [trained_readouts(run, task).decodability.isel(level=0) for task in TASKS],
+            [run.chance.sel(task=task) for task in TASKS],
+        )
+    )
+    return (
+        f"In sums and in text, a readout of the last layer finds the position in {random} of cases in the widest model "
+        f"with random weights and in {trained} in the trained one; embeddings give {embeddings}, chance {chance}."
     )
 
 
+def _claim_for_each_task(
+    name: str, statement: str, measure: Callable[..., xr.DataArray], **options: Any
+) -> list[Claim]:
+    """Return a claim for each task: `measure(run, task=...)` must be above 0; the statement names what is read."""
+    return [
+        Claim(f"{name}-{task}", statement.format(words), partial(measure, task=task), above(0.0), **options)
+        for task, words in TASKS.items()
+    ]
+
+
+_GAIN = "accuracy of a linear readout of the position, the last layer's less the embeddings'"
+_SCORE = "how often neighbours are more similar than others, less the largest such score of 50 random orders"
+
 CLAIMS = (
-    Claim(
-        "embeddings-text",
-        "Text: the embeddings know nothing of positions (accuracy of the readout at the end less chance; the threshold "
-        "is ours).",
-        lambda run: (run.decodability.isel(level=0, step=-1) - run.chance).sel(task="text", drop=True),
-        at_most(MAX_ABOVE_CHANCE),
-    ),
-    *_claim_for_each_task(
-        "random",
-        "before any training, the causal mask alone puts positions into hidden states (accuracy of the readout in the "
-        "widest model, weights as in GPT-2, the last layer's less the embeddings', in standard errors; that "
-        f"{MIN_STANDARD_ERRORS} will do is our choice).",
-        lambda run, task: standardised_readout_gain(untrained_readouts(run, task)),
-        MIN_STANDARD_ERRORS,
-    ),
-    *_claim_for_each_task(
-        "trained",
-        "a trained model's hidden states know positions (accuracy of the readout at the end of training, the last "
-        "layer's less the embeddings', in standard errors).",
-        lambda run, task: standardised_readout_gain(trained_readouts(run, task)),
-        MIN_STANDARD_ERRORS,
-    ),
     *_claim_for_each_task(
         "adjacency-random",
-        "with random weights nearby hidden vectors are already more similar than distant ones, in every layer (score "
-        "of the widest model, weights as in GPT-2, less the greatest over random orders; arXiv 2501.00073).",
+        "With random weights, hidden vectors of nearby positions are more similar, in every layer ({}).",
         lambda run, task: adjacency_above_null(untrained_readouts(run, task)).min("level"),
-        0.0,
+        kind="reading",
+        quantity=f"{_SCORE}; the lowest layer score of the widest model with GPT-2's weights (arXiv 2501.00073)",
     ),
     *_claim_for_each_task(
         "adjacency-trained",
-        "nearby hidden vectors are more similar than distant ones in a trained model, in one layer at least (score "
-        "less the greatest over random orders).",
+        "In our trained models, hidden vectors of nearby positions are more similar, in some layer ({}).",
         lambda run, task: adjacency_above_null(trained_readouts(run, task)).max("level", skipna=False),
-        0.0,
+        kind="control",
+        quantity=f"{_SCORE}; the largest of all layers. Our models are smaller, with larger embeddings than GPT-2's",
+    ),
+    *_claim_for_each_task(
+        "random",
+        "Before any training, the causal mask puts positions into hidden states ({}).",
+        lambda run, task: readout_gain(untrained_readouts(run, task)),
+        kind="control",
+        quantity=f"{_GAIN}, in the widest model with GPT-2's random weights",
+        across="interval",
+    ),
+    *_claim_for_each_task(
+        "trained",
+        "Hidden states of a trained model know their position ({}).",
+        lambda run, task: readout_gain(trained_readouts(run, task)),
+        kind="control",
+        quantity=f"{_GAIN}, at the end of training",
+        across="interval",
+    ),
+    Claim(
+        "embeddings-text",
+        "The embeddings of text say nothing about positions.",
+        lambda run: (run.decodability.isel(level=0, step=-1) - run.chance).sel(task="text", drop=True),
+        at_most(MAX_ABOVE_CHANCE),
+        kind="check",
+        quantity="accuracy of a linear readout of the position at the end, less chance; the threshold is ours",
     ),
     Claim(
         "adjacency-embeddings-text",
-        "Text: embeddings of nearby positions are no more similar than those of distant ones (their score less ½, at "
-        "the start; the threshold is ours).",
+        "Embeddings of nearby positions of text are no more similar than others.",
         lambda run: run.adjacency.sel(task="text", drop=True).isel(level=0, step=0) - 0.5,
         at_most(MAX_ABOVE_CHANCE),
+        kind="check",
+        quantity="how often neighbours are more similar than others, less ½, at the start; the threshold is ours",
     ),
 )
 
@@ -292,14 +313,15 @@ def draw_decodability(run: xr.Dataset) -> Figure:
     for column, task in enumerate(TASKS):
         over_training, by_position = axes[0, column], axes[0, 2 + column]
         draw_levels(over_training, run.decodability.sel(task=task))
-        over_training.set_title(task)
+        over_training.set_title(f"{TASKS[task].capitalize()}, during training")
         for level in range(run.sizes["level"]):
             accuracy = run.by_position.sel(task=task).isel(level=level, step=-1).dropna("position")
             band(by_position, accuracy.position, accuracy.transpose("seed", "position"), level)
-        by_position.set(xlabel="position", title=f"{task}, at the end")
+        by_position.set(xlabel="position", title=f"{TASKS[task].capitalize()}, at the end")
         for panel in (over_training, by_position):
             panel.axhline(float(run.chance.sel(task=task)), color="grey", linewidth=0.9, label="chance")
-    axes[0, 0].set_ylabel("position read off")
+    axes[0, 0].set_ylabel("accuracy of the readout")
+    figure.suptitle("How well hidden states tell their position", fontsize=10)
     for panel in axes[0]:
         panel.set_ylim(bottom=0)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=8)
@@ -313,12 +335,13 @@ def draw_adjacency(run: xr.Dataset) -> Figure:
     for column, task in enumerate(TASKS):
         panel = axes[0, column]
         draw_levels(panel, run.adjacency.sel(task=task))
-        panel.set_title(task)
+        panel.set_title(f"{TASKS[task].capitalize()}, during training")
         null = run.null.sel(task=task).stack(score=("seed", "level", "order"))
         low, high = null.quantile([0.025, 0.975], "score").values
         panel.fill_between(run.step + 1, low, high, color="grey", alpha=0.25, linewidth=0, label="random orders, 95 %")
         _draw_untrained(axes[0, 2 + column], run, task)
-    axes[0, 0].set(ylabel="share: neighbour more similar", ylim=(0.25, 1.12))
+    axes[0, 0].set(ylabel="share: neighbours more similar", ylim=(0.25, 1.12))
+    figure.suptitle("Are nearby hidden vectors more similar than distant ones? (0.5: no)", fontsize=10)
     axes[0, 2].legend(loc="upper left", ncols=3, columnspacing=0.8, handlelength=1.2)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=9)
     letters(axes)
@@ -333,7 +356,7 @@ def _draw_untrained(panel: Axes, run: xr.Dataset, task: str) -> None:
         measured(panel, run.width, scores, index, init, linestyle="-")
         greatest = last.random_null.sel(init=init).mean("seed")
         panel.plot(run.width, greatest, color=COLOURS[index], linestyle=":", linewidth=1)
-    panel.set(xscale="log", xlabel="width", title=f"{task}, random weights")
+    panel.set(xscale="log", xlabel="width", title=f"{TASKS[task].capitalize()}, random weights")
     panel.set_xticks(run.width.values, [str(width) for width in run.width.values])
     panel.minorticks_off()
 
@@ -345,16 +368,19 @@ _QUICK = Config(
 
 STUDY = Study(
     name="position-emergence",
-    title="Where and when a model without positional encoding comes to know positions",
-    source="Breaking Symmetry (arXiv 2402.05969); adjacency after arXiv 2501.00073",
+    title="The causal mask puts positions into hidden states, before any training",
+    source="Breaking Symmetry (arXiv 2402.05969v2); adjacency after arXiv 2501.00073",
+    statement=(
+        "A Transformer without positional encodings must get the positions of its tokens from the causal mask (Zuo and "
+        "Guerzhoy, arXiv 2402.05969). A later paper of theirs (arXiv 2501.00073) observes that hidden vectors of "
+        "nearby positions are more similar than those of distant ones, with random weights as well as after training."
+    ),
     about=(
-        "Two causal decoders without positional encoding, one that learns sums and one that reads text. At each level, "
-        "the embeddings and what leaves each layer, a linear readout is asked for the position of a hidden state of a "
-        "sequence that it was not fitted to; and neighbouring hidden vectors are compared with others, beside the same "
-        "after random orders of the positions. In a sum the token itself says much of its position, as + and = have "
-        "one each and the digits of the sum their own laws: compare with the embeddings. In text it says nothing. "
-        "How alike neighbours are with random weights depends on how large embeddings are beside what attention adds "
-        "to them, and so on the law of the first weights and the width: models that are not trained show it."
+        "Two causal decoders without positional encodings learn sums and read text. At the embeddings and after each "
+        "layer we fit a linear readout of the position, and test it on other sequences. We also ask how often "
+        "neighbouring hidden vectors are more similar than others, and compare this with random orders of the "
+        "positions. Models with random weights are measured at several widths and with three ways to draw the weights. "
+        "In sums the token itself says much about its position (+ and = have one each); in text it says nothing."
     ),
     version=1,
     presets={
@@ -364,19 +390,20 @@ STUDY = Study(
     run=run,
     inputs=language_training.inputs,
     claims=CLAIMS,
+    outcome=outcome,
     figures={
         "decodability": Drawing(
             draw_decodability,
-            "Accuracy of a linear readout of the position from hidden states, mean and range over seeds: (a, b) over "
-            "training, (c, d) by position at the end.",
+            "How often a linear readout finds the position of a hidden state. Lines: mean over seeds. Bands: smallest "
+            "to largest seed. (a, b) During training. (c, d) By position, at the end of training.",
         ),
         "adjacency": Drawing(
             draw_adjacency,
-            "(a, b) How often a neighbour's hidden vector is more similar, by cosine, than that of a position further "
-            "away, mean and range over seeds; grey, where 95 % of the scores lie after random orders of the positions. "
-            "(c, d) The same of the last layer with random weights, by the model's width and the law of its weights: "
-            "as torch draws them for its layers (linear, embeddings of deviation 1) and its encoder (embeddings within "
-            "±0.1), and as GPT-2 does (small, all of deviation 0.02); dotted, the greatest over random orders.",
+            "How often the hidden vectors of neighbours have a larger cosine than those of positions further apart. "
+            "(a, b) During training; lines: mean over seeds, bands: smallest to largest seed, grey: 95 % of the scores "
+            "after random orders. (c, d) Last layer with random weights, by width, bars from smallest to largest seed; "
+            "dotted: the largest score of random orders. Weights are drawn as in torch's layers (linear), as in its "
+            "encoder (encoder), and as in GPT-2 (small).",
         ),
     },
     threads=1,
