@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from scipy.stats import ttest_1samp
 
 from joma.arguments import InputError
 from joma.drawing import COLOURS
@@ -18,17 +17,17 @@ from joma.studies.text.bounce_control import (
     CLAIMS,
     STUDY,
     Config,
-    bound,
     draw_arms,
     draw_gaps,
     freeze_schedules,
     loss_gap,
     minimum_steps,
+    outcome,
     recovery,
     run,
 )
 from joma.studies.text.language_training import Freezing, FurtherMeasures, Variant, read_text, train
-from joma.study import Context, NotInRun
+from joma.study import Context, NotInRun, mean_interval
 
 SMALL = Config(
     tokeniser="bytes",
@@ -60,6 +59,12 @@ def frozen_early(trajectory):
 
 def verdicts(trajectory, preset="quick"):
     return {claim.name: claim.judge(trajectory, preset)["verdict"] for claim in CLAIMS}
+
+
+def absent_claims(trajectory, preset="quick"):
+    """The claims about something that the run has not."""
+    judged = [claim.judge(trajectory, preset) for claim in CLAIMS]
+    return {record["name"] for record in judged if record["reason"].startswith("this run has no")}
 
 
 def attention_weights(model):
@@ -126,16 +131,6 @@ def test_the_minimum_is_the_earliest_least_value_of_each_layer():
     assert minimum_steps(entropy).tolist() == [[10, 25], [10, 25]]
 
 
-def test_bounds_are_those_of_students_t():
-    values = xr.DataArray(np.random.default_rng(0).normal(0.3, 1.0, 7), dims="seed")
-    lower = ttest_1samp(values, 0.0, alternative="greater").confidence_interval(0.95).low
-    upper = ttest_1samp(values, 0.0, alternative="less").confidence_interval(0.95).high
-    assert bound(values, -1) == pytest.approx(lower, rel=1e-12)
-    assert bound(values, 1) == pytest.approx(upper, rel=1e-12)
-    assert np.isnan(bound(values[:1], 1))
-    assert np.isnan(bound(values.where(np.arange(7) != 2), 1))  # a diverged seed
-
-
 def with_gaps(trajectory, gaps):
     """The run with these gaps [seed] between the losses of the arm `held` and of the free run."""
     shifted = trajectory.copy(deep=True)
@@ -152,12 +147,12 @@ def test_the_loss_gap_is_the_difference_of_paired_runs(frozen_early):
 @pytest.mark.parametrize(
     ("gaps", "expected"),
     [
-        ([0.1, 0.3], ("does not hold", "does not hold")),  # two seeds, far apart
+        ([0.1, 0.3], (UNTESTED, UNTESTED)),  # two seeds, far apart
         ([0.1, 0.11], ("does not hold", "holds")),
         ([-0.1, -0.11], ("holds", "does not hold")),
     ],
 )
-def test_the_sign_of_the_gap_is_judged_by_its_bound(frozen_early, gaps, expected):
+def test_the_sign_of_the_gap_is_judged_by_its_interval(frozen_early, gaps, expected):
     trajectory = with_gaps(frozen_early, gaps)
     judged = verdicts(trajectory)
     assert (judged["loss-1"], judged["loss-2"]) == expected
@@ -194,12 +189,14 @@ def test_where_nothing_was_frozen_nothing_is_judged(trajectory):
     late = trajectory.copy(deep=True)
     late["hold"] = late.hold.where(late.hold.isnull(), 12)
     late["turn"] = late.turn * 0 + 12
-    judged = verdicts(late)
+    never_frozen, judged = late.copy(deep=True), verdicts(late)
     assert {judged[f"{name}-{depth}"] for name in ("loss", "steady") for depth in (1, 2)} == {UNTESTED}
     late.turn[0] = 9
     late.valid_loss[:] = late.valid_loss.sel(arm="free")  # equal losses are neither higher nor lower
     judged = verdicts(late)
     assert judged["steady-1"] == judged["steady-2"] == "does not hold"
+    reasons = {claim.judge(never_frozen, "quick")["reason"] for claim in CLAIMS if claim.name == "steady-1"}
+    assert reasons == {"this run has no minimum of entropy before its last step"}
 
 
 @pytest.mark.parametrize(
@@ -223,9 +220,8 @@ def test_only_what_falls_and_recovers_bounces(curve, verdict):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_depth_that_was_not_trained_is_not_judged(frozen_early, depth):
-    judged = verdicts(frozen_early.sel(depth=[depth]), "paper")
-    untested = {name for name, verdict in judged.items() if verdict == UNTESTED}
-    assert untested == {name for name in judged if not name.endswith(f"-{depth}")}
+    absent = absent_claims(frozen_early.sel(depth=[depth]), "paper")
+    assert absent == {claim.name for claim in CLAIMS if not claim.name.endswith(f"-{depth}")}
 
 
 def test_recovery_is_from_each_layers_own_minimum(trajectory):
@@ -237,11 +233,10 @@ def test_recovery_is_from_each_layers_own_minimum(trajectory):
 
 @pytest.mark.parametrize("arms", [["held"], ["steady"], ["frozen", "steady"], []])
 def test_arms_that_were_left_out_are_not_judged(frozen_early, arms):
-    judged = verdicts(frozen_early.sel(arm=["free", *arms]))
+    absent = absent_claims(frozen_early.sel(arm=["free", *arms]))
     needs = {"loss": "held", "prevented": "held", "steady": "steady"}
     missing = {f"{name}-{depth}" for name, arm in needs.items() for depth in (1, 2) if arm not in arms}
-    untested = {name for name, verdict in judged.items() if verdict == UNTESTED}
-    assert untested == {"bounce-5", "loss-5", "steady-5", "prevented-5"} | missing
+    assert absent == {"bounce-5", "loss-5", "steady-5", "prevented-5"} | missing
 
 
 @pytest.mark.parametrize("arms", [["held"], ["steady"], ["frozen", "steady"], []])
@@ -251,7 +246,7 @@ def test_the_arms_of_a_run_are_drawn(frozen_early, arms):
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [ARMS[arm] for arm in ("free", *arms)]
     panels = np.reshape(figure.axes, (3, 2))
-    assert [panel.get_title(loc="left") for panel in panels[0]] == ["(a)  1 layer", "(b)  2 layers"]
+    assert [panel.get_title(loc="left") for panel in panels[0]] == ["(a)  Entropy, 1 layer", "(b)  Entropy, 2 layers"]
     for depth, (entropy, loss, gap) in zip((1, 2), panels.T, strict=True):
         run = trajectory.sel(depth=depth)
         expected = run.valid_loss.mean("seed").transpose("arm", "step")
@@ -274,12 +269,21 @@ def test_gaps_and_recoveries_are_drawn_with_their_bounds(frozen_early, arms):
     for arm, by_seed in zip(arms, points, strict=True):
         np.testing.assert_allclose(by_seed, np.stack([loss_gap(trajectory, depth, arm) for depth in (1, 2)], axis=-1))
     for arm, bars in zip(arms, loss.collections, strict=True):
-        bounds = [[bound(loss_gap(trajectory, depth, arm), side) for side in (-1, 1)] for depth in (1, 2)]
+        bounds = [mean_interval(loss_gap(trajectory, depth, arm).values) for depth in (1, 2)]
         np.testing.assert_allclose([segment[:, 1] for segment in bars.get_segments()], bounds)
     labels = [line.get_label() for line in recovered.lines if not line.get_label().startswith("_")]
     assert labels == [ARMS[arm] for arm in ("free", *arms)]
     assert [label.get_text() for label in recovered.get_xticklabels()] == ["1", "2"]
     assert recovered.get_xlim() == loss.get_xlim() == (-0.5, 1.5)
+
+
+def test_the_outcome_lists_the_gaps_of_each_arm(frozen_early):
+    shifted = with_gaps(frozen_early.sel(arm=["free", "held"]), [0.1, 0.3])
+    assert outcome(shifted) == (
+        "Final loss less the free run's, in nats, with 1, 2 layers: +0.200, +0.200 with W_Q and W_K frozen."
+    )
+    with pytest.raises(NotInRun):
+        outcome(frozen_early.sel(arm=["free"]))
 
 
 def test_it_is_drawn_where_every_seed_diverged(trajectory):

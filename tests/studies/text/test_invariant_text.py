@@ -13,7 +13,18 @@ from joma.arguments import InputError
 from joma.models.block import Block, BlockConfig
 from joma.models.layers import QueryPositions
 from joma.models.transformer import Decoder, DecoderConfig
-from joma.studies.text.invariant_text import CLAIMS, LAWS, Config, compare, draw_tokens, draw_training, read, run
+from joma.studies.text.invariant_text import (
+    CLAIMS,
+    LAWS,
+    Config,
+    compare,
+    draw_tokens,
+    draw_training,
+    outcome,
+    read,
+    run,
+    scale_loss,
+)
 from joma.study import Context
 from joma.train import Optimiser, Record, fit
 
@@ -186,6 +197,42 @@ def test_the_theorys_block_obeys_the_law():
     assert float(final.correlation.min()) > 1 - 1e-5
 
 
+@pytest.mark.parametrize("factors", [(2.0, 2.0), (2.0, 1.0), (1.0, -1.0), (1e-9, -1e-9)])
+def test_one_scale_is_judged_by_what_it_explains(factors):
+    """The change is a factor of the prediction, one a third of the way and one at the end, and noise."""
+    rng = np.random.default_rng(2)
+    trajectory, counts = unrelated(rng, seeds=2, steps=4)
+    growth = trajectory.squares - trajectory.squares.isel(step=0)
+    factor = xr.DataArray([0.0, factors[0], factors[1], factors[1]], dims="step")
+    noise = xr.DataArray(rng.normal(size=growth.shape), dims=growth.dims)
+    z = (factor * growth / 2 + noise).expand_dims(query=3, axis=2)
+    measures = compare(trajectory.assign(z=z, z_all=z.sum("query")), counts, "exp", permutations=9, generator=rng)
+    run = xr.concat([measures], xr.Variable("law", ["exp"]))
+    change = (3 * (factor * growth / 2 + noise)).transpose("seed", "step", "token").values
+    change = change - change[:, :1]
+    prediction = growth.values / 2
+    change, prediction = (values - values.mean(-1, keepdims=True) for values in (change, prediction))
+    for seed, value in enumerate(scale_loss(run, "exp").values):
+        one = (change[seed] * prediction[seed]).sum() / (prediction[seed] ** 2).sum()
+        differences = []
+        for step in (1, 3):
+            y, x = change[seed, step], prediction[seed, step]
+            explained = 1 - ((y - one * x) ** 2).sum() / (y**2).sum()
+            own = 1 - ((y - (y @ x) / (x @ x) * x) ** 2).sum() / (y**2).sum()
+            differences.append(explained - own / 2)
+        assert value == pytest.approx(min(differences), rel=1e-9)
+    if factors == (2.0, 2.0):
+        assert float(scale_loss(run, "exp").min()) > 0.1
+    if factors == (1.0, -1.0):
+        assert float(scale_loss(run, "exp").max()) < 0
+
+
+def test_the_outcome_gives_both_laws(trajectory):
+    final = trajectory.isel(step=-1).sel(law="softmax")
+    correlation, error = float(final.correlation.sel(sum="asked").mean()), float(final.error.mean())
+    assert f"softmax attention correlates {correlation:.2f} at a relative error of {error:.2f}" in outcome(trajectory)
+
+
 def test_it_runs_on_text(trajectory):
     assert dict(trajectory.correlation.sizes) == {"seed": 2, "step": 7, "law": 2, "sum": 2}
     assert bool(trajectory.correlation.isel(step=0).isnull().all())
@@ -213,7 +260,7 @@ def test_correlations_error_and_orthogonality_are_drawn_over_training(trajectory
         assert panel.get_ylim() == (-1, 1)
     for law, line in zip(LAWS, error.lines, strict=False):
         np.testing.assert_allclose(line.get_ydata(), late.error.sel(law=law).mean("seed"))
-    assert [line.get_label() for line in error.lines] == ["law of softmax", "law of exp", "predicting no change"]
+    assert [line.get_label() for line in error.lines] == ["law for softmax", "law for exp", "predicting no change"]
     np.testing.assert_allclose(orthogonality.lines[0].get_ydata(), late.excess.sel(vectors="embedding").mean("seed"))
     assert (orthogonality.get_ylim()[0], orthogonality.get_xlim()) == (0, (0.8, 1.2 * SMALL.steps))
 

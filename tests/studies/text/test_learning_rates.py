@@ -21,10 +21,12 @@ from joma.studies.text.learning_rates import (
     draw_layers,
     draw_rates,
     entropy_left,
+    outcome,
     run,
+    seed_slopes,
     turn_slope,
 )
-from joma.study import Context
+from joma.study import Context, NotInRun
 
 SMALL = Config(
     tokeniser="bytes", width=8, hidden=8, batch=4, length=8, steps=6, every=2, layers=2, rates=(1e-2, 1e-4), glance=30
@@ -89,6 +91,29 @@ def two_layers(rates, turns):
     return add_bounces(trajectory.assign_coords(rate=[*rates], seed=range(3), step=STEPS, layer=[0, 1], head=[0]))
 
 
+def test_a_slope_is_measured_in_each_seed_and_only_where_every_seed_has_one(known):
+    slopes = seed_slopes(known)
+    assert slopes.sizes == {"seed": 3}
+    for seed, slope in enumerate(slopes.values):
+        assert slope == pytest.approx(turn_slope(known.isel(seed=[seed])), rel=1e-12)
+    one_seed_bounces_once = known.copy(deep=True)
+    one_seed_bounces_once.bounce.loc[{"rate": 4e-3, "seed": 1}] = 0.0
+    with pytest.raises(NotInRun, match="second rate"):
+        seed_slopes(one_seed_bounces_once)
+    claim = next(claim for claim in CLAIMS if claim.name == "sooner")
+    assert claim.judge(known, "paper")["verdict"] == "holds"
+    later = known.assign(turn=1e6 / known.turn)  # the higher the rate, the later
+    assert claim.judge(later, "paper")["verdict"] == "does not hold"
+
+
+def test_the_outcome_names_the_rates_that_bounce(known):
+    assert outcome(known) == (
+        "Entropy, mean over layers, bounces by 5 % of its start or more at rates 0.002 and 0.004. The loss is least, "
+        "5.00 nats, at rate 0.002; at 0.1 the sparsest layer keeps 0.3 % of its entropy."
+    )
+    assert "at none of the rates" in outcome(known.sel(rate=[1e-4, 1e-1]))
+
+
 def test_a_layer_that_bounces_is_seen_where_the_mean_hides_it():
     trajectory = two_layers((1e-4, 2e-4), turns=0.02)  # steps 200 and 100, of 1,000
     assert float(trajectory.layer_bounce.sel(layer=0).max()) == 0
@@ -139,7 +164,8 @@ def test_claims_fail_where_nothing_bounces_or_collapses():
     judged = verdicts(run_with({2e-3: "turns", 4e-3: "falls", 5e-3: "falls"}, [6.0, 5.0, 5.01]), "paper")
     assert {name for name, verdict in judged.items() if verdict == "holds"} == {"bounces"}
     judged = verdicts(run_with({1e-3: "falls", 2e-3: "falls"}, [5.0, 5.0]), "paper")
-    assert judged["bounces"] == judged["sooner"] == judged["best"] == "does not hold"
+    assert judged["bounces"] == judged["half-clock"] == judged["best"] == "does not hold"
+    assert judged["sooner"] == "not tested"
 
 
 def test_a_run_in_which_nothing_falls_is_drawn_without_turns(tmp_path):
@@ -158,7 +184,7 @@ def test_the_papers_rate_is_found_among_rounded_ones():
 def test_the_papers_rate_is_not_judged_where_it_was_not_trained(known):
     judged = verdicts(known.sel(rate=[2e-3, 1e-1]), "paper")
     assert judged["bounces-1e-4"] == "not tested"
-    assert judged["sooner"] == "does not hold"  # one of two rates bounces: nothing was left out
+    assert judged["sooner"] == "not tested"  # one of two rates bounces: there is no slope
 
 
 def test_a_diverged_seed_has_collapsed_and_learned_nothing(known):
@@ -196,7 +222,10 @@ def test_a_training_too_short_to_bounce_has_no_bounce(trajectory):
 
 def test_entropy_is_drawn_by_layer_and_rate(trajectory):
     figure = draw_entropy(trajectory)
-    assert [panel.get_title(loc="left") for panel in figure.axes] == ["(a)  layer 0", "(b)  layer 1"]
+    assert [panel.get_title(loc="left") for panel in figure.axes] == [
+        "(a)  Entropy of layer 0",
+        "(b)  Entropy of layer 1",
+    ]
     for layer, panel in enumerate(figure.axes):
         curves = [line for line in panel.lines if len(line.get_xdata()) > 1]
         assert [line.get_label() for line in curves] == ["0.0001", "0.01"]

@@ -17,26 +17,28 @@ import xarray as xr
 from jaxtyping import Int
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from scipy.stats import t as student
 from torch import Tensor
 
 from joma.arguments import InputError, choice, distinct, whole
 from joma.drawing import COLOURS, band, canvas, letters, marker
 from joma.studies.text import language_training
-from joma.studies.text.entropy_bounce import MIN_BOUNCE, bounce_p_value
+from joma.studies.text.entropy_bounce import P_VALUE, SIGNIFICANCE, bounce_p_value
 from joma.studies.text.language_training import QUICK_RATE, Freezing, LayeredSetting, TextColumns, Variant
-from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, above, at_most, below, select
+from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, above, at_most, below, mean_interval, select
 from joma.train.optimiser import Schedule
 
 ARMS = {
     "free": "free",
-    "held": "W_Q, W_K held from each layer's minimum",
-    "steady": "attention weights held from the minimum",
-    "frozen": "W_Q, W_K held from the start",
+    "held": "W_Q, W_K frozen from each layer's minimum",
+    "steady": "attention weights frozen from the minimum",
+    "frozen": "W_Q, W_K frozen from the start",
+}
+CONTROLS = {  # the claims' names, and what is frozen in them
+    "held": ("loss", "W_Q and W_K are"),
+    "steady": ("steady", "the attention weights are"),
 }
 COLOUR_INDEX = {arm: index for index, arm in enumerate(ARMS)}
 STORED = ("loss", "valid_loss", "entropy", "diverged")
-CONFIDENCE = 0.95  # of the one-sided bounds over seeds
 
 
 @dataclass(frozen=True)
@@ -133,33 +135,18 @@ def loss_gap(run: xr.Dataset, depth: int, arm: str = "held") -> xr.DataArray:
     return select(final_loss, arm=arm) - final_loss.sel(arm="free")
 
 
-def gap_bound(run: xr.Dataset, depth: int, arm: str, side: int) -> float:
-    """Return the bound of an arm's loss gap; `NotInRun` if every minimum is at the last step: nothing was frozen."""
+def frozen_gap(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
+    """Return the loss gap of an arm, per seed; `NotInRun` if every minimum is at the last step: nothing was frozen."""
     gap = loss_gap(run, depth, arm)
     if bool((_frozen_from(select(run, depth=depth), depth, arm) >= run.step[-1]).all()):
-        raise NotInRun
-    return bound(gap, side)
+        raise NotInRun("minimum of entropy before its last step")
+    return gap
 
 
 def _frozen_from(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
     """Return the step from which each layer of an arm is frozen [seed, layer]; for the free run that of `held`."""
     hold = run.hold.isel(layer=slice(depth)).astype(int)
     return {"steady": xr.zeros_like(hold) + run.turn.astype(int), "frozen": 0 * hold}.get(arm, hold)
-
-
-def bound(values: xr.DataArray, side: int) -> float:
-    """Return Student's one-sided bound on the mean over seeds, of level `CONFIDENCE`: above for side 1, below for −1.
-
-    NaN for a single seed, or if a seed diverged.
-
-    >>> bound(xr.DataArray([1.0, 2.0, 3.0], dims="seed"), -1).round(3)
-    np.float64(0.314)
-    """
-    count = values.sizes["seed"]
-    if count < 2:
-        return np.nan
-    error = values.std("seed", ddof=1, skipna=False) / np.sqrt(count)
-    return np.float64(values.mean("seed", skipna=False) + side * student.ppf(CONFIDENCE, count - 1) * error)
 
 
 def recovery(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
@@ -173,47 +160,62 @@ def recovery(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
     return (curve.isel(step=-1) - at_minimum).mean("layer")
 
 
+def prevented_share(run: xr.Dataset, depth: int, arm: str) -> float:
+    """Return what is left of the recovery of entropy in an arm: its mean over seeds over that of the free run."""
+    return float(recovery(run, depth, arm).mean() / recovery(run, depth, "free").mean())
+
+
 def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
     layers = "1 layer" if depth == 1 else f"{depth} layers"
-    if depth == 1:
-        statement, ends = "In 1 layer the bounce only slows training", "a lower"
-        expected, side = below(0.0), 1
-    else:
-        statement, ends = f"In {layers} the bounce lets a hierarchy be built", "a higher"
-        expected, side = above(0.0), -1
-    paired = f"ends at {ends} loss (difference of paired runs, {CONFIDENCE:.0%} bound over seeds)"
-    conditions = {
-        "held": ("loss", "with W_Q and W_K held at each layer's minimum"),
-        "steady": ("steady", "with attention's weights themselves held at the minimum"),
-    }
+    ends, expected = ("lower", below(0.0)) if depth == 1 else ("higher", above(0.0))
     return (
         Claim(
             f"bounce-{depth}",
-            f"The free run of {layers} falls and bounces back: how often noise alone rises as clearly, 1 unless "
-            f"entropy, mean over layers, falls by {MIN_BOUNCE:.0%} of its start and comes back from there.",
+            f"With {layers} attention, free to train, turns sparse, then dense again.",
             lambda run: bounce_p_value(select(run.entropy, depth=depth, arm="free")),
-            at_most(0.05),
+            at_most(SIGNIFICANCE),
+            kind="reading",
+            quantity=f"{P_VALUE}; mean over layers, each seed",
             presets=presets,
         ),
         *(
             Claim(
                 f"{name}-{depth}",
-                f"{statement}: {condition}, the model {paired}.",
-                partial(gap_bound, depth=depth, arm=arm, side=side),
+                f"With {layers} the loss ends {ends} if {frozen} frozen at the minimum of entropy.",
+                partial(frozen_gap, depth=depth, arm=arm),
                 expected,
+                kind="control",
+                quantity="final validation loss less the free run's from the same start, in nats, interval over seeds",
+                across="interval",
                 presets=presets,
-                seeds=2,
             )
-            for arm, (name, condition) in conditions.items()
+            for arm, (name, frozen) in CONTROLS.items()
         ),
         Claim(
             f"prevented-{depth}",
-            f"Holding W_Q and W_K of {layers} prevents most of the recovery of entropy: what is left of it.",
-            lambda run: recovery(run, depth, "held").mean() / recovery(run, depth, "free").mean(),
+            f"With {layers} frozen W_Q and W_K prevent most of the recovery of entropy.",
+            partial(prevented_share, depth=depth, arm="held"),
             at_most(0.5),
+            kind="check",
+            quantity="recovery of entropy after the minimum over that of the free run, means over seeds",
             presets=presets,
         ),
     )
+
+
+def outcome(run: xr.Dataset) -> str:
+    """Return what came out: the loss gap of each arm by depth, mean over seeds."""
+    depths = run.depth.values.tolist()
+    arms = {"held": "W_Q and W_K frozen", "steady": "attention weights frozen", "frozen": "W_Q and W_K never trained"}
+    parts = [
+        f"{', '.join(f'{float(loss_gap(run, depth, arm).mean()):+.3f}' for depth in depths)} with {label}"
+        for arm, label in arms.items()
+        if arm in run.arm
+    ]
+    if not parts:
+        raise NotInRun("arm but the free one")
+    listed = ", ".join(map(str, depths))
+    return f"Final loss less the free run's, in nats, with {listed} layer{'s' * (depths != [1])}: {'; '.join(parts)}."
 
 
 CLAIMS = (
@@ -253,7 +255,9 @@ def _draw_depth(panels: np.ndarray, run: xr.Dataset, depth: int) -> None:
         for step in np.unique(_frozen_from(run, depth, arm)):
             low, high = 0.06 * row, 0.06 * (row + 1)
             entropy.axvline(step, low, high, color=COLOURS[COLOUR_INDEX[arm]], linewidth=1.5)
-    entropy.set_title("1 layer" if depth == 1 else f"{depth} layers")
+    layers = "1 layer" if depth == 1 else f"{depth} layers"
+    for panel, title in zip(panels, ("Entropy", "Validation loss", "Loss less the free run's"), strict=True):
+        panel.set_title(f"{title}, {layers}")
     gap.axhline(0.0, color="0.3", linewidth=0.8)
     gap.set_xlabel("step")
     gap.xaxis.set_major_locator(MaxNLocator(4))
@@ -272,13 +276,14 @@ def draw_gaps(run: xr.Dataset) -> Figure:
     for arm, x in zip(frozen_arms, _columns(len(depths), len(frozen_arms)), strict=True):
         gaps = [loss_gap(run, depth, arm) for depth in depths]
         axes[0, 0].plot(x, gaps, **marker(COLOUR_INDEX[arm]))
-        axes[0, 0].vlines(x, [bound(gap, -1) for gap in gaps], [bound(gap, 1) for gap in gaps], color="0.6", zorder=0)
+        low, high = np.transpose([mean_interval(gap.values) for gap in gaps])
+        axes[0, 0].vlines(x, low, high, color="0.6", zorder=0)
     for arm, x in zip(arms, _columns(len(depths), len(arms)), strict=True):
         recoveries = [recovery(run, depth, arm) for depth in depths]
         lines = axes[0, 1].plot(x, recoveries, **marker(COLOUR_INDEX[arm]))
         lines[0].set_label(ARMS[arm])
-    axes[0, 0].set(ylabel="loss − free run's", title="Loss")
-    axes[0, 1].set(ylabel="entropy regained (nats)", title="Recovery")
+    axes[0, 0].set(ylabel="loss − free run's", title="What freezing costs at the end")
+    axes[0, 1].set(ylabel="entropy regained (nats)", title="How far entropy recovers")
     for panel in axes[0]:
         panel.axhline(0.0, color="0.3", linewidth=0.8)
         panel.set_xticks(range(len(depths)), depths)
@@ -295,19 +300,19 @@ def _columns(depths: int, arms: int) -> list[np.ndarray]:
 
 STUDY = Study(
     name="bounce-control",
-    title="What the bounce of attention is good for: training with attention held at its minimum",
-    source="JoMA, slides (arXiv 2310.00535)",
+    title="What is the bounce of attention good for?",
+    source="JoMA, slides (arXiv 2310.00535); our control",
+    statement=(
+        "In one layer the bounce of attention only slows training; in several layers it is what lets them build a "
+        "hierarchy (JoMA, slides of arXiv 2310.00535). So a training without the bounce should end at a lower loss "
+        "with one layer, and at a higher loss with several."
+    ),
     about=(
-        "Each model is trained several times from the same start, on the same text and with the same dropout: freely; "
-        "with W_Q and W_K of each layer held from the recorded step on at which that layer's entropy was least in the "
-        "free run of the same seed; and with attention's weights held from the step on at which entropy's mean over "
-        "layers was least. Until then these are the same. What is compared are paired differences, seed by seed, with "
-        "Student's one-sided bounds on their mean. Where W_Q and W_K alone are held, embeddings and what lower layers "
-        "write still move attention, and its entropy can recover by them; the claims `prevented` say how much of it "
-        "does. Where the weights are held, queries and keys come from a copy of the model that stands still and reads "
-        "the same text. Held parameters are left out of the gradient's norm when it is clipped. The minimum is the "
-        "least of the recorded points, noise included; where it is near the end, holding changes little. At the preset "
-        "paper the arm `frozen`, W_Q and W_K held from the start, shows what training attention is worth at all."
+        "We train each model several times from the same start, on the same text, with the same dropout: freely; with "
+        "W_Q and W_K of each layer frozen from its minimum of entropy on; and with the attention weights themselves "
+        "frozen from the minimum of their mean entropy on. Until then all of these are the same run. We compare the "
+        "final losses seed by seed. Frozen W_Q and W_K still let embeddings and lower layers move attention; frozen "
+        "weights stop all else that attention would learn too."
     ),
     version=2,
     presets={
@@ -326,20 +331,20 @@ STUDY = Study(
     },
     run=run,
     claims=CLAIMS,
+    outcome=outcome,
     threads=1,
     inputs=language_training.inputs,
     figures={
         "arms": Drawing(
             draw_arms,
-            "Entropy (mean over layers), validation loss, and the loss less that of the free run from the same start, "
-            "by layers. Lines: mean over seeds; bands from the least to the greatest. Ticks on the axis of entropy, in "
-            "the arm's colour: the steps from which its layers are held, all seeds. The loss is cut off above.",
+            "Entropy, mean over layers, validation loss, and the loss less that of the free run from the same start, "
+            "a column a depth. Lines: mean over seeds. Bands: range over seeds. Ticks on the axis of entropy: the "
+            "steps from which an arm is frozen. The loss of the first steps is cut off.",
         ),
         "gaps": Drawing(
             draw_gaps,
-            "(a) Validation loss at the end less that of the free run from the same start, each seed a point; grey: "
-            "one-sided 95 % bounds on the mean over seeds, above and below. (b) Entropy at the end less entropy at "
-            "the minimum, from which it is held, mean over layers.",
+            "Left: final validation loss less that of the free run from the same start, one point for each seed; grey: "
+            "95 % interval of the mean over seeds. Right: final entropy less that at the minimum, mean over layers.",
         ),
     },
 )

@@ -12,6 +12,12 @@ from joma.probes.bounce import measure_bounce
 SIGNIFICANCE = 0.01  # of a rise: how often noise alone may rise as clearly
 MIN_BOUNCE = 0.05  # share of its start by which entropy must fall and recover for a bounce; the choice is ours
 
+BOUNCE = f"the smaller of fall and recovery beyond chance, over the entropy at the start; 0 unless p ≤ {SIGNIFICANCE:g}"
+P_VALUE = (
+    "how often noise on a curve that never rises would rise as clearly; 1 unless entropy first falls by "
+    f"{100 * MIN_BOUNCE:.0f} % of its start"
+)
+
 
 def bounces(entropy: xr.DataArray, *, each_layer: bool = False) -> xr.Dataset:
     """Measure the bounce of entropy [..., step, layer, head], mean over layers and heads, or of each layer.

@@ -43,12 +43,15 @@ from joma.models.transformer import Decoder, Layer, Linear
 from joma.probes.orthogonality import cosine_orthogonality
 from joma.studies.text import language_training
 from joma.studies.text.language_training import QUICK_RATE, FurtherMeasures, LanguageSetting, TextColumns, Variant
-from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, between
+from joma.study import Claim, Context, Drawing, Preset, Study, above, at_most, between
 from joma.theory import invariants
 
 DIMS = {"z": ("query", "token"), "z_all": ("token",), "squares": ("token",), "rest": (), "excess": ("vectors",)}
 VECTORS = {"embedding": "embeddings e", "value": "value path e W_V W_O"}
-LAWS = {"softmax": "law of softmax, Σ v² − b S", "exp": "law of exp, Σ v² alone"}
+LAWS = {
+    "softmax": "Law for softmax, Σ v² − b S, against the logits",
+    "exp": "Law for exp, Σ v² alone, against the logits",
+}
 SUMS = {"asked": "sum over the queries asked", "all": "sum over all types"}
 TAIL = 0.025  # share of the permutation null outside of either bound
 
@@ -262,60 +265,115 @@ def scale_ratio(run: xr.Dataset, law: str) -> xr.DataArray:
     return scale.sel(step=float(scale.step[-1]) / 3, method="nearest") / scale.isel(step=-1)
 
 
-def _claims(law: str, attention_kind: str) -> tuple[Claim, ...]:
-    by = f"by the law of {law} attention"
+def scale_loss(run: xr.Dataset, law: str) -> xr.DataArray:
+    """Return how much more of the change the one scale of a seed explains than half of what each step's own would.
+
+    Shares of the squared change: 1 − error² with the one scale, r² with the step's own best scale. Of a third of the
+    way and the end the smaller difference (1 − error²) − r²/2 counts. No number is divided by, so that a scale near
+    zero does no harm.
+    """
+    measures = run[["error", "correlation"]].sel(law=law, sum="asked")
+    steps = [float(measures.step.sel(step=float(run.step[-1]) / 3, method="nearest")), float(run.step[-1])]
+    at_steps = measures.sel(step=steps)
+    explained, best = 1 - at_steps.error**2, at_steps.correlation**2
+    return (explained - best / 2).min("step", skipna=False)
+
+
+def _order_claims(law: str, label: str) -> tuple[Claim, ...]:
+    """Return the claims about correlations: which tokens attention turns to."""
     return (
         Claim(
             f"correlation-{law}",
-            f"The MLP's weights predict attention by the law of {attention_kind}: correlation over tokens at the end, "
-            "logits summed over queries, less the upper 97.5 % bound of its permutation null.",
+            f"On text the MLP's weights predict attention by Theorem 1's law for {label}, beyond chance.",
             partial(at_end, law=law, name="correlation", null="null"),
-            at_least(0.0),
+            above(0.0),
+            kind="control",
+            quantity="correlation over tokens, at the end, of the change of the logits summed over queries with the "
+            "prediction, less the 97.5 % bound of its permutation null; interval over seeds",
+            across="interval",
         ),
         Claim(
             f"beyond-frequency-{law}",
-            f"The MLP's weights predict attention {by} among tokens of like frequency: correlation less the bound of "
-            "its null, log frequency regressed out of both sides.",
+            f"On text the law for {label} predicts attention among tokens of like frequency.",
             partial(at_end, law=law, name="partial", null="partial_null"),
-            at_least(0.0),
-        ),
-        Claim(
-            f"error-{law}",
-            f"The MLP's weights predict most of the logits' change {by}: relative error at the end, one scale for a "
-            "seed's whole training.",
-            partial(at_end, law=law, name="error"),
-            at_most(0.5),
-        ),
-        Claim(
-            f"scale-{law}",
-            f"The scale of the prediction {by}, a ratio of learning rates, is constant: the best one a third of the "
-            "way over that of the end.",
-            partial(scale_ratio, law=law),
-            between(0.5, 2.0),
+            above(0.0),
+            kind="control",
+            quantity="that correlation with log frequency regressed out of both sides, less the bound of its null; "
+            "interval over seeds",
+            across="interval",
         ),
         Claim(
             f"sum-{law}",
-            f"The sum over queries is predicted {by}, not each: its correlation less the mean one of single queries.",
+            f"On text the law for {label} predicts the sum over queries better than single queries.",
             lambda run: at_end(run, law, "correlation") - at_end(run, law, "each"),
-            at_least(0.0),
+            above(0.0),
+            kind="control",
+            quantity="correlation of the sum over queries less the mean one of single queries; interval over seeds",
+            across="interval",
+        ),
+    )
+
+
+def _size_claims(law: str, label: str) -> tuple[Claim, ...]:
+    """Return the claims about how large the predicted change is, and with which scale."""
+    return (
+        Claim(
+            f"error-{law}",
+            f"On text the law for {label} predicts more than half of the logits' change.",
+            partial(at_end, law=law, name="error"),
+            at_most(0.5),
+            kind="control",
+            quantity="relative error at the end, with one scale for a seed's whole training; interval over seeds",
+            across="interval",
+        ),
+        Claim(
+            f"scale-{law}",
+            f"On text one scale serves the law for {label} all along training.",
+            partial(scale_loss, law=law),
+            above(0.0),
+            kind="control",
+            quantity="share of the squared change explained with one scale, less half of that with the step's own best "
+            "scale; the smaller of a third of the way and the end; interval over seeds",
+            across="interval",
+        ),
+        Claim(
+            f"scale-ratio-{law}",
+            f"On text the best scale of the law for {label} stays the same within a factor of two.",
+            partial(scale_ratio, law=law),
+            between(0.5, 2.0),
+            kind="check",
+            quantity="best scale a third of the way over that of the end, each seed; ill-posed where the latter is "
+            "near zero",
         ),
     )
 
 
 CLAIMS = (
-    *_claims("softmax", "softmax attention, its normalisation included"),
-    *_claims("exp", "exp attention, Σ_k v_k² alone"),
+    *(claim for law in LAWS for claims in (_order_claims, _size_claims) for claim in claims(law, f"{law} attention")),
     *(
         Claim(
             f"orthogonal-{name}",
-            f"What the law assumes of tokens, orthogonality, holds for {label} as it does for random directions: mean "
-            "square cosine times dimension at the end.",
+            f"On text {label} are nearly as orthogonal as random directions.",
             lambda run, name=name: run.excess.isel(step=-1).sel(vectors=name),
             at_most(2.0),
+            kind="control",
+            quantity="mean square cosine between tokens times dimension at the end, 1 for random directions; interval "
+            "over seeds",
+            across="interval",
         )
-        for name, label in VECTORS.items()
+        for name, label in (("embedding", "token embeddings"), ("value", "tokens seen through the value path"))
     ),
 )
+
+
+def outcome(run: xr.Dataset) -> str:
+    """Return what came out: what either law explains of the logits' change at the end."""
+    parts = []
+    for law in run.law.values.tolist():
+        correlation, error = (float(at_end(run, law, name).mean()) for name in ("correlation", "error"))
+        parts.append(f"the law for {law} attention correlates {correlation:.2f} at a relative error of {error:.2f}")
+    null = float(at_end(run, "softmax", "null").sel(side="high").mean())
+    return f"At the end {' and '.join(parts)} (chance: a correlation of {null:.2f}; no change: an error of 1)."
 
 
 def draw_training(run: xr.Dataset) -> Figure:
@@ -326,20 +384,20 @@ def draw_training(run: xr.Dataset) -> Figure:
         _draw_correlations(panel, late.sel(law=law))
         panel.set(title=LAWS[law], ylim=(-1, 1))
     for index, law in enumerate(LAWS):
-        band(axes[1, 0], late.step, late.error.sel(law=law), index, f"law of {law}")
+        band(axes[1, 0], late.step, late.error.sel(law=law), index, f"law for {law}")
     axes[1, 0].axhline(1.0, color="0.5", linewidth=0.8, label="predicting no change")
-    axes[1, 0].set(ylabel="relative error", title="Error with one scale for a seed", ylim=(0, 2))
+    axes[1, 0].set(ylabel="relative error", title="Error of the prediction", ylim=(0, 2))
     for index, (name, label) in enumerate(VECTORS.items()):
         band(axes[1, 1], late.step, late.excess.sel(vectors=name), index, label)
     axes[1, 1].axhline(1.0, color="0.5", linewidth=0.8, label="random directions")
-    axes[1, 1].set(ylabel="mean cosine² x dimension", title="Orthogonality of tokens", ylim=(0, None))
+    axes[1, 1].set(ylabel="mean cosine² x dimension", title="How far tokens are from orthogonal", ylim=(0, None))
     for panel in axes.flat:
         # Explicit limits: the curves, from which they would be computed, are NaN where every seed diverged.
         panel.set(xlabel="step", xscale="log", xlim=(0.8, 1.2 * float(run.step[-1])))
     for panel in axes[1]:
         panel.legend()
     axes[0, 0].set_ylabel("correlation with the logits' change")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, title="(a), (b)")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, title="upper panels")
     letters(axes)
     return figure
 
@@ -365,7 +423,7 @@ def draw_tokens(run: xr.Dataset) -> Figure:
     for row, law in zip(axes, LAWS, strict=True):
         for panel, seed in zip(row, seeds, strict=True):
             _draw_pairs(panel, run.predicted.sel(law=law, seed=seed), run.moved.sel(law=law, seed=seed))
-            panel.set_title(f"{law}, seed {seed}, scale {float(run.fitted.sel(law=law, seed=seed)):.2g}")
+            panel.set_title(f"Law for {law}, seed {seed}, scale {float(run.fitted.sel(law=law, seed=seed)):.2g}")
         row[0].set_ylabel("change of Z")
     for panel in axes[-1]:
         panel.set_xlabel("predicted change of Z, times scale")
@@ -388,19 +446,18 @@ def _draw_pairs(panel: Axes, predicted: xr.DataArray, change: xr.DataArray) -> N
 STUDY = Study(
     name="invariant-text",
     title="Do the MLP's weights predict attention in a language model?",
-    source="JoMA, Theorem 1 (arXiv 2310.00535), on text; not in the paper",
+    source="JoMA, Theorem 1 (arXiv 2310.00535); our control on text",
+    statement=(
+        "Theorem 1 computes the attention logits from the MLP's lower weights alone, for orthonormal embeddings that "
+        "are not trained, without LayerNorm, under gradient flow (JoMA, arXiv 2310.00535)."
+    ),
     about=(
-        "Theorem 1 computes the attention logits from the MLP's lower weights, for orthonormal embeddings that are not "
-        "trained, without LayerNorm, under gradient flow. A language model keeps none of these. At each save of the "
-        "one-layer model the logits between token types are computed from embeddings, W_Q and W_K (averaged over "
-        "positions), summed over the most frequent types as queries, and their change since the start is compared, "
-        "over the most frequent types as context, with what the law makes of the lower weights seen through the value "
-        "path, e W_V W_O and the linear part of the norm. The logits are taken less their mean over tokens, which "
-        "softmax does not see. The ratio of rates is unknown: one scale for each seed is fitted to all its saves. The "
-        "null permutes the prediction's tokens. As frequent tokens are trained more in every respect, log frequency "
-        "is tried as a predictor of its own, and regressed out of both sides. Beside the law for softmax stands its "
-        "first term alone, which is the law for exp attention: the second one, frequency times the sum over all "
-        "tokens, rests on the assumption that attention and gradient are independent."
+        "We train a one-layer language model, which keeps none of these premises, and compare the change of its logits "
+        "over the most frequent tokens with what the law makes of the lower weights seen through the value path. One "
+        "scale for each seed is fitted, as the ratio of learning rates is unknown under Adam. Chance comes from "
+        "permuting the tokens of the prediction; log frequency is also regressed out, since frequent tokens are "
+        "trained more in every respect. Beside the law for softmax stands its first term alone, the law for exp "
+        "attention."
     ),
     version=1,
     presets={
@@ -418,21 +475,22 @@ STUDY = Study(
     },
     run=run,
     claims=CLAIMS,
+    outcome=outcome,
     threads=1,
     inputs=language_training.inputs,
     figures={
         "training": Drawing(
             draw_training,
-            "(a, b) Correlation over tokens of the logits' change since the start with what either law predicts, and "
-            "its controls; grey: 95 % of the correlations with the prediction's tokens permuted, mean over seeds. (c) "
-            "Relative error with one scale for a seed's whole training. (d) How far tokens are from orthogonal. Lines: "
-            "mean over seeds; bands from the least to the greatest.",
+            "Top: correlation over tokens of the logits' change with the prediction of either law, and its controls; "
+            "grey: 95 % of the correlations with permuted tokens. Bottom left: relative error with one scale for a "
+            "seed's whole training. Bottom right: mean square cosine between tokens. Lines: mean over seeds. Bands: "
+            "range over seeds.",
         ),
         "tokens": Drawing(
             draw_tokens,
-            "Each token's change of the logits, summed over queries and less the mean over tokens, against the law's "
-            "prediction times the seed's scale, after training; the line is equality. A scale below 0 turns the law "
-            "round. The five that changed most are named. Up to three seeds.",
+            "One point for each token: the change of its logit, summed over queries and less the mean over tokens, "
+            "against the prediction times the seed's scale, after training. The line is equality. A scale below 0 "
+            "turns the law round. The five tokens that changed most are named.",
         ),
     },
 )

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from joma.arguments import distinct, positive, whole
 from joma.drawing import COLOURS, band, canvas, letters, measured
 from joma.studies.text import language_training
-from joma.studies.text.entropy_bounce import MIN_BOUNCE, SIGNIFICANCE, bounces, mark_minimum
+from joma.studies.text.entropy_bounce import BOUNCE, MIN_BOUNCE, SIGNIFICANCE, bounces, mark_minimum
 from joma.studies.text.language_training import LayeredSetting, Variant
-from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most
+from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most, below
 
 COLLAPSE = 0.1  # share of its start to which a layer's entropy falls if its attention collapses; the choice is ours
 MIN_COST = 0.1  # nats by which a collapsed model is worse; the choice is ours
@@ -88,77 +88,133 @@ def at_authors_rate(run: xr.Dataset, bounce: str = "bounce") -> xr.DataArray:
     """Return the bounce at the paper's rate, per seed; `NotInRun` where it was not trained."""
     matches = np.isclose(run.rate, AUTHORS_RATE, rtol=1e-3, atol=0.0)
     if not matches.any():
-        raise NotInRun
+        raise NotInRun(f"learning rate {AUTHORS_RATE:g}")
     return run[bounce].isel(rate=int(matches.argmax()))
 
 
-_SIZE = "less of fall and recovery beyond chance, over the start"
-_BOUNCE = f"{_SIZE}, 0 unless p ≤ {SIGNIFICANCE:g}"
+def seed_slopes(run: xr.Dataset, bounce: str = "bounce", turn: str = "turn") -> xr.DataArray:
+    """Return `turn_slope` of each seed; `NotInRun` where a seed does not bounce at two rates, and has no slope."""
+    slopes = [turn_slope(run.sel(seed=[seed]), bounce, turn) for seed in run.seed.values]
+    if np.isnan(slopes).any():
+        raise NotInRun("second rate at which attention bounces in every seed")
+    return xr.DataArray(slopes, dims="seed")
+
+
+_LAYER_BOUNCE = f"the smaller of fall and recovery beyond chance, over the start; 0 unless p ≤ {SIGNIFICANCE:g}/layers"
+_SLOPE = "slope of ln(step of the minimum) over ln(rate) where attention bounces"
+_OURS = "the bound is our choice"
 
 CLAIMS = (
     Claim(
         "bounces",
-        f"There is a rate at which entropy falls and bounces back ({_BOUNCE}; the threshold is ours).",
+        "There is a learning rate at which attention turns sparse, then dense again.",
         lambda run: run.bounce.max("rate"),
         at_least(MIN_BOUNCE),
+        kind="reading",
+        quantity=f"{BOUNCE}; mean over layers, largest over rates, interval over seeds; {_OURS}",
+        across="interval",
     ),
     Claim(
         "bounces-1e-4",
-        f"At the paper's rate, 1e-4, entropy falls and bounces back ({_BOUNCE}).",
+        "At the paper's learning rate, 1e-4, attention turns sparse, then dense again.",
         at_authors_rate,
         at_least(MIN_BOUNCE),
+        kind="reading",
+        quantity=f"{BOUNCE}; mean over layers, interval over seeds; {_OURS}",
+        across="interval",
         presets=("paper",),
     ),
     Claim(
         "layer-1e-4",
-        f"Layers apart, as the paper draws them: at its rate, 1e-4, one falls and bounces back ({_SIZE}, of the layer "
-        f"that does most, 0 unless p ≤ {SIGNIFICANCE:g} over the number of layers).",
+        "At the paper's learning rate, 1e-4, a layer by itself turns sparse, then dense again.",
         lambda run: at_authors_rate(run, "layer_bounce").max("layer"),
         at_least(MIN_BOUNCE),
+        kind="reading",
+        quantity=f"{_LAYER_BOUNCE}; largest over layers, interval over seeds; {_OURS}",
+        across="interval",
         presets=("paper",),
     ),
     Claim(
         "slow",
-        f"At the lowest rate entropy does not yet bounce by the end ({_BOUNCE}).",
+        "At the lowest learning rate attention does not become dense again by the end.",
         lambda run: run.bounce.sel(rate=run.rate.min(), drop=True),
         at_most(MIN_BOUNCE),
+        kind="reading",
+        quantity=f"{BOUNCE}; mean over layers, interval over seeds; {_OURS}",
+        across="interval",
     ),
     Claim(
         "sooner",
-        "The higher the rate, the sooner the minimum: slope of ln step over ln rate among the runs that bounce. "
-        "The flow's clock is rate times step, a slope of −1; that half of it will do is our choice.",
-        turn_slope,
-        at_most(-0.5),
+        "The higher the learning rate, the sooner attention is sparsest.",
+        seed_slopes,
+        below(0.0),
+        kind="reading",
+        quantity=f"{_SLOPE}, mean over layers, interval over seeds; −1 where only rate times step matters",
+        across="interval",
         presets=("paper",),
     ),
     Claim(
         "layer-sooner",
-        "Layer by layer, too, the higher the rate, the sooner the minimum: slope of ln step over ln rate among the "
-        "layers that bounce, each from a level of its own.",
-        lambda run: turn_slope(run, "layer_bounce", "layer_turn"),
+        "The higher the learning rate, the sooner each layer by itself is sparsest.",
+        lambda run: seed_slopes(run, "layer_bounce", "layer_turn"),
+        below(0.0),
+        kind="reading",
+        quantity=f"{_SLOPE}, one slope with an intercept for each layer, interval over seeds",
+        across="interval",
+        presets=("paper",),
+    ),
+    Claim(
+        "half-clock",
+        "The step of the sparsest attention falls at least as the square root of the learning rate rises.",
+        turn_slope,
         at_most(-0.5),
+        kind="check",
+        quantity=f"{_SLOPE}, mean over layers, all seeds in one fit; {_OURS}, half of the flow's −1",
         presets=("paper",),
     ),
     Claim(
         "collapse",
-        "At the greatest rate attention collapses: entropy that the sparsest layer has left, over its start "
-        "(the threshold is ours).",
+        "At the greatest learning rate attention of a layer collapses.",
         lambda run: entropy_left(run).sel(rate=run.rate.max(), drop=True),
         at_most(COLLAPSE),
+        kind="reading",
+        quantity=f"final over initial entropy of the layer where this is least, interval over seeds; {_OURS}",
+        across="interval",
     ),
     Claim(
         "cost",
-        "Collapse costs: validation loss at the end, the greatest rate's less the best rate's (the threshold is ours).",
+        "At the greatest learning rate the validation loss ends higher than at the best one.",
         cost,
         at_least(MIN_COST),
+        kind="reading",
+        quantity=f"final validation loss less that at the best rate, in nats, interval over seeds; {_OURS}",
+        across="interval",
     ),
     Claim(
         "best",
-        f"At the rate of the least validation loss attention bounces ({_BOUNCE}).",
+        "At the learning rate of the least validation loss attention turns sparse, then dense again.",
         lambda run: run.bounce.sel(rate=best_rate(run), drop=True),
         at_least(MIN_BOUNCE),
+        kind="reading",
+        quantity=f"{BOUNCE}; mean over layers, interval over seeds; {_OURS}",
+        across="interval",
     ),
 )
+
+
+def outcome(run: xr.Dataset) -> str:
+    """Return what came out: the rates at which attention bounces, the best rate, and the entropy left at the end."""
+    bounce = run.bounce.mean("seed")
+    rates = [f"{rate:.3g}" for rate in run.rate.values[(bounce >= MIN_BOUNCE).values]]
+    where = f"at {'rate' if len(rates) == 1 else 'rates'} {' and '.join(rates)}" if rates else "at none of the rates"
+    best, greatest = best_rate(run), float(run.rate.max())
+    loss = float(final_loss(run).mean("seed").min())
+    left = float(entropy_left(run).sel(rate=greatest).mean())
+    return (
+        f"Entropy, mean over layers, bounces by {100 * MIN_BOUNCE:.0f} % of its start or more {where}. The loss is "
+        f"least, {loss:.2f} nats, at rate {best:.3g}; at {greatest:.3g} the sparsest layer keeps {100 * left:.1f} % of "
+        "its entropy."
+    )
 
 
 def draw_entropy(run: xr.Dataset) -> Figure:
@@ -170,7 +226,7 @@ def draw_entropy(run: xr.Dataset) -> Figure:
             curve = run.entropy.sel(rate=rate).isel(layer=layer).mean("head")
             band(panel, run.step + 1, curve, index, f"{rate:.3g}")
             mark_minimum(panel, curve, index)
-        panel.set(xscale="log", xlabel="step + 1", title=f"layer {layer}")
+        panel.set(xscale="log", xlabel="step + 1", title=f"Entropy of layer {layer}")
     axes[0, 0].set_ylabel("attention entropy (nats)")
     handles = axes[0, 0].get_legend_handles_labels()
     figure.legend(*handles, title="learning rate", loc="outside lower center", ncols=run.sizes["rate"])
@@ -195,7 +251,9 @@ def draw_rates(run: xr.Dataset) -> Figure:
             turns.legend()
     loss = final_loss(run)
     measured(losses, run.rate, loss.where(np.isfinite(loss)).transpose("rate", "seed"), 0, linestyle="-")
-    losses.set(ylabel="validation loss at the end (nats)")
+    shares.set_title("Bounce, and entropy left")
+    turns.set_title("When attention is sparsest")
+    losses.set(ylabel="validation loss at the end (nats)", title="Final loss")
     for panel in axes[0]:
         panel.set(xscale="log", xlabel="learning rate")
     letters(axes)
@@ -219,11 +277,11 @@ def draw_layers(run: xr.Dataset) -> Figure:
     sizes.grid(visible=False)
     sizes.set_xticks(range(run.sizes["rate"]), [f"{rate:.3g}" for rate in run.rate.values], rotation=45)
     sizes.set_yticks(range(run.sizes["layer"]))
-    sizes.set(xlabel="learning rate", ylabel="layer")
+    sizes.set(xlabel="learning rate", ylabel="layer", title="Which layers bounce")
     for number in range(run.sizes["layer"]):
         layer = run.isel(layer=number)
         _draw_turns(turns, layer.layer_turn.where(layer.layer_bounce >= MIN_BOUNCE), number, f"layer {number}")
-    turns.set(xscale="log", xlabel="learning rate")
+    turns.set(xscale="log", xlabel="learning rate", title="When a layer that bounces is sparsest")
     turns.set_xlim(0.7 * float(run.rate.min()), 1.4 * float(run.rate.max()))
     turns.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     letters(axes)
@@ -232,15 +290,17 @@ def draw_layers(run: xr.Dataset) -> Figure:
 
 STUDY = Study(
     name="learning-rates",
-    title="Too slow to bounce, a bounce, a collapse: attention by learning rate",
+    title="Attention by learning rate: too slow to bounce, a bounce, a collapse",
     source="JoMA, the figure of learning rates on WikiText-2 (arXiv 2310.00535)",
+    statement=(
+        "The learning rate decides what attention does within a given training: it only turns sparse at low rates, "
+        "turns sparse and then dense again at moderate ones, and collapses at high ones (JoMA, arXiv 2310.00535)."
+    ),
     about=(
-        "One language model is trained at rates from far too low to far too high, every seed with the same start, text "
-        "and dropout at each. A bounce is judged on entropy's mean over layers, and of each layer by itself, against a "
-        "curve that never rises with noise of the size seen; a collapse on the layer that has least entropy left. The "
-        "seven rates of the paper preset are evenly spaced in their logarithm, which is our choice. The quick preset "
-        "has two layers and three rates, and reads its small text less than twice, where the paper reads its own "
-        "twenty times."
+        "We train one language model at several learning rates, every seed with the same start, text and dropout at "
+        "each. A bounce is judged against a curve that never rises with noise of the size seen, for the mean over "
+        "layers and for each layer. The seven rates of the paper preset are evenly spaced in their logarithm, which is "
+        "our choice. The quick preset has two layers and three rates, and reads a small text less than twice."
     ),
     version=3,
     presets={
@@ -251,22 +311,23 @@ STUDY = Study(
     },
     run=run,
     claims=CLAIMS,
+    outcome=outcome,
     figures={
         "entropy": Drawing(
             draw_entropy,
-            "Attention entropy over the validation text by layer and learning rate, mean and range over seeds; marks: "
-            "where the mean is least.",
+            "Attention entropy over the validation text, a panel a layer. Lines and bands: mean and range over seeds. "
+            "Marks: where the mean is least.",
         ),
         "rates": Drawing(
             draw_rates,
-            "By learning rate, mean and range over seeds: (a) the bounce and the entropy that is left at the end in "
-            "the sparsest layer, thin lines the thresholds of a bounce and of a collapse; (b) the step at which "
-            "entropy, mean over layers, is least, one point a seed where it falls; (c) validation loss at the end.",
+            "Left: bounce of entropy's mean over layers, and entropy left at the end in the sparsest layer; thin "
+            "lines: the bounds of a bounce and of a collapse. Middle: the step of the least entropy, one point for "
+            "each seed. Right: validation loss at the end. Points and bars: mean and range over seeds.",
         ),
         "layers": Drawing(
             draw_layers,
-            "(a) The bounce of each layer's entropy by learning rate, mean over seeds; 0 where noise would rise as "
-            "clearly. (b) The step at which a layer's entropy is least, one point a seed where it bounces.",
+            "Left: bounce of each layer's entropy, mean over seeds; 0 where noise would rise as clearly. Right: the "
+            "step of a layer's least entropy, one point for each seed where the layer bounces.",
         ),
     },
     threads=1,
