@@ -50,7 +50,8 @@ PATHS = (
 SMALL = {
     "invariance": "classes=3 distinct=2 common=2 dim=9 steps=10",
     "winner": "tokens=3 samples=6 steps=200 until=0.5 figure_3_steps=10",
-    "sparse-dense": "figure_4_mu=1.3,2.4,3.6 figure_4_steps=50 until=0.05 components=2 draws=2",
+    "sparse-dense": "figure_4_mu=1.3,2.4,3.6 figure_4_steps=50 until=0.05 components=2 draws=2 classes=3 distinct=2 "
+    "common=2 units_steps=10",
     "critical-points": "tokens=3 components=2 starts=3 overlaps=0 mixtures=2 runs=2 clock=200 driven=relu "
     "context_tokens=3 samples=2 horizon=0.5 times=3",
     "cooccurrence": "samples=1000 trees=1 rhos=0.3,0.7 c=0,1 gaps=0.3,0.1",

@@ -20,7 +20,8 @@ CONFIGS = {
     "invariance": invariance.Config(classes=3, distinct=2, common=2, dim=9, steps=10),
     "winner": winner.Config(tokens=3, samples=6, steps=200, until=0.5, figure_3_steps=10),
     "sparse-dense": sparse_dense.Config(
-        figure_4_mu=(1.3, 2.4, 3.6), figure_4_steps=50, until=0.05, components=2, draws=2
+        figure_4_mu=(1.3, 2.4, 3.6), figure_4_steps=50, until=0.05, components=2, draws=2, classes=3, distinct=2,
+        common=2, units_steps=10,
     ),
     "critical-points": critical_points.Config(
         tokens=3, components=2, close=0.5, starts=3, overlaps=(0.0,), mixtures=4, runs=5, clock=200.0, driven=("relu",),
@@ -40,7 +41,8 @@ CHANGES = {
     "sparse-dense": {
         "figure_4_mu": (1.3, 2.4), "figure_4_temperature": 2.0, "figure_4_step": 0.03, "figure_4_steps": 40,
         "example_mu": (1.0, 2.0), "pair_mu": (1.5, 1.2), "v0": 0.06, "components": 3, "until": 0.04, "rate": 2e-3,
-        "draws": 3,
+        "draws": 3, "classes": 4, "distinct": 3, "common": 3, "units_steps": 9, "units_rate": 0.2,
+        "units_temperature": 0.6,
     },
     "critical-points": {
         "activations": ("linear", "relu", "leaky_relu", "gelu", "silu", "tanh", "identity"), "tokens": 4,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from joma.models.block import Block
 from joma.probes.entropy import shannon_entropy
-from joma.study import Context
+from joma.study import Arms, Context
 from joma.train import Optimiser, Record
 
 
@@ -22,23 +22,25 @@ def train(
     steps: int,
     at: Iterable[int],
     label: str,
+    arms: Arms | None = None,
 ) -> xr.Dataset:
     """Train a block with one hidden unit and one query by SGD.
 
     Args:
-        context, block, loss, steps, label: as for `Context.fit`.
+        context, block, loss, steps, label, arms: as for `Context.fit`.
         rate: learning rate of weights and logits.
         at: the steps at which to record.
 
     Returns:
-        Over `seed` and `step`: the weights `trained` by `token`, and the `entropy` of attention, softmax(z).
+        Over `seed`, `step` and the arms: the weights `trained` by `token`, and the `entropy` of attention, softmax(z).
     """
 
     def measure(model: Block, _step: int) -> dict[str, Tensor]:
         return {"trained": model.v[..., 0], "entropy": shannon_entropy(model.z[:, 0].softmax(-1))}
 
     record = Record(measure, at=at, dims={"trained": ("token",)})
-    trajectory = context.fit(block, loss, optimiser=Optimiser("sgd", rate), steps=steps, record=record, label=label)
+    sgd = Optimiser("sgd", rate)
+    trajectory = context.fit(block, loss, optimiser=sgd, steps=steps, record=record, label=label, arms=arms)
     return trajectory[["trained", "entropy"]]
 
 
