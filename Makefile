@@ -1,4 +1,4 @@
-# make run: every study at its quick preset, then one HTML report. make test: all tests. make check: what CI runs.
+# make run: every study at its quick preset, and one HTML report that grows with them. make test: all tests. make check: what CI runs.
 # make torture: the long part of tests/robustness, in minutes; SCALE=0.1 tries a tenth, HARNESS=name one of them.
 PYTHON ?= python3
 OUT ?= runs
@@ -17,8 +17,6 @@ export MPLBACKEND := agg
 
 run: $(VENV)/installed
 	@$(BIN)/joma run --out $(OUT) || test $$? -eq 1
-	@echo "The report:"
-	@$(BIN)/joma report $(OUT)
 
 test: $(VENV)/developed
 	$(BIN)/python -m pytest -n auto --dist worksteal -q

@@ -293,6 +293,18 @@ def test_a_damaged_run_is_left_out_and_named_on_the_page(tmp_path):
         write_report(tmp_path)
 
 
+def test_what_was_read_before_is_not_read_again_unless_that_is_wanted(tmp_path):
+    path, seen = store(tmp_path), {}
+    assert write_report(tmp_path, seen=seen).runs == 1
+    store(tmp_path, "ladder")
+    (path / TRAJECTORY).write_bytes(b"other")
+    assert (write_report(tmp_path, seen=seen).runs, len(seen)) == (2, 2)
+    shutil.rmtree(tmp_path / "ladder")
+    assert write_report(tmp_path, seen=seen).runs == 1  # what is gone is not shown
+    store(tmp_path, "ladder")
+    assert len(write_report(tmp_path).left_out) == 1
+
+
 def test_a_figure_that_the_manifest_does_not_list_is_not_shown(tmp_path):
     path = store(tmp_path, figures=[("1-line", "A line.")])
     write_text(tmp_path / "winner" / "secret.svg", SVG.format("secret"))

@@ -37,12 +37,14 @@ class Report:
     probes: tuple[Path, ...] = ()
 
 
-def write_report(out: Path, order: Sequence[str] = ()) -> Report:
+def write_report(out: Path, order: Sequence[str] = (), seen: dict[Path, dict[str, Any]] | None = None) -> Report:
     """Write `out/report.html` about the finished runs and probes below `out`; damaged ones are only named on the page.
 
     Args:
         out: the folder that runs were stored under.
         order: names of studies, in the order in which their runs are shown; runs of other studies come after them.
+        seen: what earlier calls read, by folder. It is not read again, and what this call reads is added to it. For a
+            report that is written often while studies are run.
 
     Returns:
         The report's path, the number of runs and the probes in it, and a message for each that is left out.
@@ -53,8 +55,9 @@ def write_report(out: Path, order: Sequence[str] = ()) -> Report:
         raise StorageError(f"no finished run below {out}; run `joma run --out {out}` first.")
     rank = {name: index for index, name in enumerate(order)}
     paths.sort(key=lambda path: rank.get(path.parent.name, len(rank)))  # stable: oldest first within a study
-    sections, left_out = _read_all(_section, paths)
-    probes, probes_left_out = _read_all(read_probe, probe_paths)
+    seen = {} if seen is None else seen
+    sections, left_out = _read_all(_section, paths, seen)
+    probes, probes_left_out = _read_all(read_probe, probe_paths, seen)
     left_out += probes_left_out
     if not sections and not probes:
         raise StorageError(f"no intact run below {out}: {left_out[0]}")
@@ -66,15 +69,17 @@ def write_report(out: Path, order: Sequence[str] = ()) -> Report:
     return Report((out / "report.html").resolve(), len(sections), tuple(left_out), included)
 
 
-def _read_all(read: Callable[[Path], dict[str, Any]], paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_all(
+    read: Callable[[Path], dict[str, Any]], paths: Sequence[Path], seen: dict[Path, dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Return what the template shows of each folder, and a message for each that cannot be used."""
-    contents, left_out = [], []
+    left_out = []
     for path in paths:
         try:
-            contents.append(read(path))
+            seen[path] = seen.get(path) or read(path)
         except (StorageError, InputError) as problem:  # such as a run that does not fit into memory
             left_out.append(str(problem))
-    return contents, left_out
+    return [seen[path] for path in paths if path in seen], left_out
 
 
 def _template() -> jinja2.Template:
