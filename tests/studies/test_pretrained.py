@@ -99,7 +99,11 @@ def test_folders_or_repositories_are_probed_side_by_side(folder, trajectory, tmp
     np.testing.assert_array_equal(both.entropy.isel(model=1, seed=0).sel(step=0), last.entropy)
     verdicts = {claim.name: claim.judge(both, "paper")["verdict"] for claim in CLAIMS}
     untested = {name for name, verdict in verdicts.items() if verdict == "not tested"}
-    assert untested == {"falls", "bounces", "not-noise"}  # a series of two cannot fall and recover
+    too_short = {"falls", "bounces", "not-noise"}  # a series of two cannot fall and recover
+    assert untested == too_short | {"toy-falls", "toy-stable-rank", "toy-orthogonal"}
+    reasons = {claim.name: claim.judge(both, "paper")["reason"] for claim in CLAIMS}
+    assert reasons["falls"] == "this run has no series with enough checkpoints"
+    assert reasons["toy-falls"] == "this run has no tiny GPT-NeoX"
     single = pretrained.draw(both).axes[3:]
     assert [axes.get_ylabel() for axes in single] == ["entropy / nats", "stable rank", "root mean square cosine"]
     assert {axes.get_xlabel() for axes in single} == {"relative depth"}
@@ -114,7 +118,7 @@ def test_a_series_is_drawn_over_step_plus_one_with_the_spread_of_seeds(trajector
     for axes, ylabel in ((entropy, "entropy / nats"), (ranks, "stable rank"), (cosines, "root mean square cosine")):
         assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == ("log", "step + 1", ylabel)
         assert axes.lines[0].get_xdata().tolist() == [1, 2, 3, 5, 6, 9, 11, 13]
-    assert entropy.get_title(loc="left") == "(a)  tiny GPT-NeoX: attention"
+    assert entropy.get_title(loc="left") == "(a)  tiny GPT-NeoX: entropy of attention"
     assert [line.get_label() for line in entropy.lines] == ["layer 0", "layer 1"]
     mean = trajectory.entropy.isel(model=0).mean(("seed", "head"))
     np.testing.assert_allclose(entropy.lines[1].get_ydata(), mean.isel(layer=1))
@@ -179,7 +183,7 @@ def test_a_model_that_lacks_a_measure_is_refused_in_one_line(kind, tmp_path):
         pretrained.run(replace(SMALL, models=(str(tmp_path / kind),)), Context((0,), checkpoints=tmp_path / "run"))
 
 
-def series(**changes):
+def series(model="m", **changes):
     """Return a run with known values: the entropy 3, 1, 2 and the stable rank 10, 4, 5."""
     dims = ("model", "seed", "layer")
     fields = {
@@ -191,7 +195,7 @@ def series(**changes):
         "embedding_random": (("model", "seed", "step"), np.full((1, 2, 3), 0.1)),
         "left_out": (("model", "seed"), np.zeros((1, 2))),
     }
-    return xr.Dataset({**fields, **changes}, {"seed": [0, 1], "model": ["m"], "step": [0, 1, 2]})
+    return xr.Dataset({**fields, **changes}, {"seed": [0, 1], "model": [model], "step": [0, 1, 2]})
 
 
 @pytest.mark.parametrize(
@@ -218,6 +222,30 @@ def test_claims_can_fail(claim, field, value):
     plain = series()
     chosen = next(candidate for candidate in CLAIMS if candidate.name == claim)
     assert chosen.judge(plain.assign({field: plain[field] * 0 + value}), "paper")["verdict"] == "does not hold"
+
+
+PUBLIC = {"falls", "bounces", "not-noise", "stable-rank", "orthogonal"}
+
+
+@pytest.mark.parametrize("preset", ["quick", "paper"])
+def test_a_toy_tests_no_claim_about_pretrained_models_at_any_preset(preset):
+    records = {claim.name: claim.judge(series(pretrained.TINY_MODEL), preset) for claim in CLAIMS}
+    assert {name for name, record in records.items() if record["verdict"] == "not tested"} == PUBLIC
+    reason = "this run has no pretrained model, only a tiny GPT-NeoX trained here"
+    assert {records[name]["reason"] for name in PUBLIC} == {reason}
+    assert {records[name]["kind"] for name in set(records) - PUBLIC} == {"check"}
+    assert records["toy-stable-rank"]["measured"]["values"] == pytest.approx([0.4, 0.4])
+
+
+def test_the_toy_says_so_in_its_title_and_outcome():
+    assert STUDY.description("quick").title.startswith("A toy in place of OPT and Pythia")
+    assert STUDY.description("paper").title == STUDY.title
+    text = (
+        "entropy of the lowest layer falls by 2.00 nats and comes back by 1.00, the stable rank falls to 40% of its "
+        "start, and embeddings end with 1.3 times the cosines of random directions"
+    )
+    assert pretrained.outcome(series(pretrained.TINY_MODEL)) == f"In the toy, {text}; no public model was probed."
+    assert pretrained.outcome(series()) == f"On average over models, {text}."
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch, tmp_path):

@@ -24,14 +24,24 @@ from joma.drawing import band, canvas, evenly_spaced, letters, measured
 from joma.files import DamagedFile
 from joma.manifest import read_manifest, write_manifest
 from joma.progress import SILENT, Progress, Task
-from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most
+from joma.studies.pretrained_measures import (
+    TINY_MODEL,
+    embedding_excess,
+    entropy_fall,
+    entropy_recovery,
+    last_value,
+    least_certain_recovery,
+    public_models,
+    rank_left,
+    toy_models,
+)
+from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most
 from joma.watch.configs import quiet, transformers
 from joma.watch.evaluation import preserve_random_state
 from joma.watch.probing import ProbeResult, probe
 from joma.watch.series import Checkpoints
 from joma.watch.store import Store
 
-TINY_MODEL = "tiny GPT-NeoX"
 SUITE = "EleutherAI/pythia-"
 PYTHIA = tuple(f"{SUITE}{size}" for size in ("70m", "160m", "410m"))
 OPT = tuple(f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b"))
@@ -254,72 +264,99 @@ def _saver(config: Config, folder: Path, task: Task) -> Any:
     return Saver()
 
 
-def mean_over_models(values: xr.DataArray) -> xr.DataArray:
-    """Return the mean over the models that have a value, for each seed."""
-    if not bool(values.notnull().any()):
-        raise NotInRun("no series is long enough")
-    return values.mean("model")
-
-
-def rank_left(run: xr.Dataset) -> xr.DataArray:
-    """Return the minimum of the stable rank relative to its start, the mean over matrices, for each seed."""
-    start = run.stable_rank.isel(step=0)
-    several = run.stable_rank.notnull().sum("step") > 1
-    return mean_over_models((run.stable_rank.min("step") / start).where(several).mean("matrix"))
-
-
-def embedding_excess(run: xr.Dataset) -> xr.DataArray:
-    """Return the last root mean square cosine of the embeddings relative to random directions, for each seed."""
-    return mean_over_models(_last(run.embedding_cosine) / run.embedding_random.max("step"))
-
-
-def _last(values: xr.DataArray) -> xr.DataArray:
-    """Return the value at the last step that each series has."""
-    number = xr.DataArray(np.arange(1, values.sizes["step"] + 1), dims="step")
-    return values.isel(step=(values.notnull() * number).argmax("step"))
-
+_FALL = "fall of the lowest layer's entropy from its start to its minimum, in nats"
+_RANK = "smallest stable rank of the MLP's lower matrix relative to the start, mean over layers"
+_COSINE = "root mean square cosine of the token embeddings at the end, relative to random directions"
+_OURS = "The threshold is ours; it was set before any public model was probed"
 
 CLAIMS = (
     Claim(
         "falls",
-        "Attention gets sparser at first: fall of the lowest layer's entropy from its start to its least, in nats.",
-        lambda run: mean_over_models(run.bounce_depth.isel(layer=0)),
+        "In pretrained models attention gets sparser at first.",
+        lambda run: entropy_fall(public_models(run)),
         at_least(0.3),
+        kind="figure",
+        quantity=f"{_FALL}, mean over models. {_OURS}",
     ),
     Claim(
         "bounces",
-        "Attention gets denser again: recovery of the lowest layer's entropy from its least to the end, in nats.",
-        lambda run: mean_over_models(run.bounce_recovery.isel(layer=0)),
+        "In pretrained models attention gets denser again.",
+        lambda run: entropy_recovery(public_models(run)),
         at_least(0.1),
-        presets=("paper",),
+        kind="figure",
+        quantity=f"rise of the lowest layer's entropy from its minimum to the end, in nats, mean over models. {_OURS}",
     ),
     Claim(
         "not-noise",
-        "The recovery of entropy is no noise: how often the best curve that never rises, with noise, rises as clearly.",
-        lambda run: mean_over_models(run.bounce_p_value.isel(layer=0)),
+        "In every pretrained model this rise of entropy is more than noise.",
+        lambda run: least_certain_recovery(public_models(run)),
         at_most(0.05),
-        presets=("paper",),
+        kind="figure",
+        quantity="how often noise around the best curve that never rises looks as clear; the largest of all models",
     ),
     Claim(
         "stable-rank",
-        "The lower matrix of the MLP loses rank: its least stable rank over that at the start, mean over layers.",
-        rank_left,
+        "In pretrained models the lower matrix of the MLP loses rank.",
+        lambda run: rank_left(public_models(run)),
         at_most(0.8),
+        kind="figure",
+        quantity=f"{_RANK} and models. {_OURS}",
     ),
     Claim(
         "orthogonal",
-        "Token embeddings stay as good as orthogonal: their root mean square cosine at the end over that of random "
-        "directions.",
-        embedding_excess,
+        "In pretrained models token embeddings are nearly orthogonal.",
+        lambda run: embedding_excess(public_models(run)),
         at_most(1.5),
+        kind="reading",
+        quantity=f"{_COSINE}, mean over models. {_OURS}",
+    ),
+    Claim(
+        "toy-falls",
+        "The toy's attention gets sparser.",
+        lambda run: entropy_fall(toy_models(run)),
+        at_least(0.3),
+        kind="check",
+        quantity=_FALL,
+    ),
+    Claim(
+        "toy-stable-rank",
+        "The lower matrix of the toy's MLPs loses rank.",
+        lambda run: rank_left(toy_models(run)),
+        at_most(0.8),
+        kind="check",
+        quantity=_RANK,
+    ),
+    Claim(
+        "toy-orthogonal",
+        "The toy's token embeddings stay nearly orthogonal.",
+        lambda run: embedding_excess(toy_models(run)),
+        at_most(1.5),
+        kind="check",
+        quantity=_COSINE,
     ),
     Claim(
         "sound",
-        "The series are what their names say: checkpoints that the audit has to leave out.",
+        "The series of checkpoints are complete and in order.",
         lambda run: run.left_out.sum("model"),
         at_most(0),
+        kind="check",
+        quantity="checkpoints that the audit has to leave out",
     ),
 )
+
+
+def outcome(run: xr.Dataset) -> str:
+    """Return what came out: how entropy, stable rank and embeddings change over the series of the run."""
+    toy = TINY_MODEL in run.model.values
+    fall, recovery, rank, excess = (
+        float(measure(run).mean()) for measure in (entropy_fall, entropy_recovery, rank_left, embedding_excess)
+    )
+    sentence = (
+        f"{'In the toy' if toy else 'On average over models'}, entropy of the lowest layer falls by {fall:.2f} nats "
+        f"and comes back by {recovery:.2f}, the stable rank falls to {rank:.0%} of its start, and embeddings end with "
+        f"{excess:.1f} times the cosines of random directions"
+    )
+    return sentence + ("; no public model was probed." if toy else ".")
 
 
 def draw(run: xr.Dataset) -> Figure:
@@ -351,9 +388,9 @@ def _draw_series(axes: np.ndarray, model: xr.Dataset, name: str) -> None:
     model = model.isel(step=_measured_steps(model))
     at = model.step + 1
     panels: tuple[tuple[str, xr.DataArray, str, str], ...] = (
-        ("layer", model.entropy.mean("head"), "entropy / nats", f"{name}: attention"),
-        ("matrix", model.stable_rank, "stable rank", "Lower matrix of the MLP"),
-        ("depth", model.hidden_cosine, "root mean square cosine", "Orthogonality"),
+        ("layer", model.entropy.mean("head"), "entropy / nats", f"{name}: entropy of attention"),
+        ("matrix", model.stable_rank, "stable rank", "Stable rank of the MLP's lower matrix"),
+        ("depth", model.hidden_cosine, "root mean square cosine", "Are vectors orthogonal? (0: yes)"),
     )
     for panel, (dim, values, ylabel, title) in zip(axes, panels, strict=True):
         for colour, index in enumerate(_shown(values, dim)):
@@ -370,46 +407,52 @@ def _draw_series(axes: np.ndarray, model: xr.Dataset, name: str) -> None:
 
 def _draw_single(axes: np.ndarray, models: xr.Dataset) -> None:
     """Draw models with one checkpoint each over their relative depth."""
-    panels: tuple[tuple[Axes, str, xr.DataArray, str], ...] = (
-        (axes[0], "layer", models.entropy.mean("head"), "entropy / nats"),
-        (axes[1], "matrix", models.stable_rank, "stable rank"),
-        (axes[2], "depth", models.hidden_cosine, "root mean square cosine"),
+    panels: tuple[tuple[Axes, str, xr.DataArray, str, str], ...] = (
+        (axes[0], "layer", models.entropy.mean("head"), "entropy / nats", "Last checkpoint: entropy of attention"),
+        (axes[1], "matrix", models.stable_rank, "stable rank", "Last checkpoint: stable rank"),
+        (axes[2], "depth", models.hidden_cosine, "root mean square cosine", "Last checkpoint: orthogonality"),
     )
-    for panel, dim, values, ylabel in panels:
+    for panel, dim, values, ylabel, title in panels:
         for colour, name in enumerate(models.model.values):
-            curve = _last(values.sel(model=name).isel(seed=0)).dropna(dim)
+            curve = last_value(values.sel(model=name).isel(seed=0)).dropna(dim)
             measured(panel, np.linspace(0, 1, curve.size), curve, colour, str(name), linestyle="-")
-        panel.set(xlabel="relative depth", ylabel=ylabel)
+        panel.set(xlabel="relative depth", ylabel=ylabel, title=title)
     axes[0].legend()
 
 
 STUDY = Study(
     name="pretrained",
-    title="Pretrained models: attention and stable rank over checkpoints",
+    title="OPT and Pythia: does attention turn sparse and then dense again?",
     source="JoMA, the figures on OPT and Pythia (arXiv 2310.00535)",
+    statement=(
+        "In the pretraining of OPT and Pythia, attention entropy of the layers first falls and then rises again, and "
+        "the stable rank of the MLP's lower matrix falls (JoMA, arXiv 2310.00535). The theory also assumes that "
+        "embeddings are nearly orthogonal."
+    ),
     about=(
-        "Series of checkpoints are audited and probed: entropy of attention by layer and head on the beginning of the "
-        "embedded corpus, stable rank of the lower matrix of each MLP, cosines between token embeddings and between "
-        "hidden vectors. At the preset paper these are Pythia's revisions and OPT's final models, from the hub. At the "
-        "preset quick a tiny GPT-NeoX is trained with the Trainer by bytes, and its revisions are saved under Pythia's "
-        "names. It is trained too briefly to decide whether entropy bounces (it still falls when the run ends). Its "
-        "step0 and step1 are the same, as Pythia's are: the rate warms up from zero."
+        "Series of checkpoints are audited and probed: entropy of attention on the beginning of the embedded text, "
+        "stable rank of each MLP's lower matrix, cosines between embeddings and between hidden vectors. The preset "
+        "paper takes public checkpoints of Pythia and the final models of OPT from the hub. The preset quick needs no "
+        "network: it trains a tiny GPT-NeoX on bytes for 300 steps and saves it under Pythia's names. That is a toy, "
+        "which tests our tools and says nothing about OPT or Pythia."
     ),
     version=3,
     presets={
-        "quick": Preset(Config(), seeds=3, seconds=40),
+        "quick": Preset(
+            Config(), seeds=3, seconds=40, title="A toy in place of OPT and Pythia: our probes on its checkpoints"
+        ),
         "paper": Preset(Config(models=(*PYTHIA, *OPT)), seeds=1, seconds=3600),
     },
     run=run,
     claims=CLAIMS,
+    outcome=outcome,
     threads=1,
     figures={
         "series": Drawing(
             draw,
-            "Series of checkpoints over training, step 0 at 1, for layers evenly spaced from the first to the last: "
-            "entropy of attention, mean over heads; stable rank of the lower matrix of the MLP; root mean square "
-            "cosines, dotted what random directions would give. Bands from least to greatest seed. A last row, if "
-            "there, shows models with a single checkpoint over their depth.",
+            "Lines: mean over seeds, for layers evenly spaced from the first to the last. Bands: smallest to largest "
+            "seed. Step 0 is drawn at 1. Dotted: cosine of random directions. A last row, if there is one, shows "
+            "models with a single checkpoint over their relative depth.",
         )
     },
 )

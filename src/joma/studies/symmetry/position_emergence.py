@@ -340,7 +340,7 @@ def draw_adjacency(run: xr.Dataset) -> Figure:
         low, high = null.quantile([0.025, 0.975], "score").values
         panel.fill_between(run.step + 1, low, high, color="grey", alpha=0.25, linewidth=0, label="random orders, 95 %")
         _draw_untrained(axes[0, 2 + column], run, task)
-    axes[0, 0].set(ylabel="share: neighbours more similar", ylim=(0.25, 1.12))
+    axes[0, 0].set(ylabel="neighbours more similar", ylim=(0.25, 1.12))
     figure.suptitle("Are nearby hidden vectors more similar than distant ones? (0.5: no)", fontsize=10)
     axes[0, 2].legend(loc="upper left", ncols=3, columnspacing=0.8, handlelength=1.2)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=9)
