@@ -1,4 +1,4 @@
-"""A run of `hierarchy-order` with known results, built without training."""
+"""A run of `hierarchy-order` with known results, built without training, and a small run of `scan-snap`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from joma.studies.hierarchy import scan_snap
 from joma.studies.hierarchy.hidden_tokens import COUSINS, ROOT, SIBLINGS, predictions, trees
 from joma.studies.hierarchy.hierarchy_order import LAYERS
+from joma.study import Context
 
 STEPS = np.arange(0, 101, 5)
+SMALL_PHASES = scan_snap.Config(
+    classes=2, distinct=3, common=3, outputs=12, steps=1000, records=50, sweep=(10.0, 100.0, 1000.0), shares=(0.5, 0.1)
+)
+
+
+@pytest.fixture(scope="session")
+def phases() -> xr.Dataset:
+    """A small run of `scan-snap` with three seeds."""
+    return scan_snap.run(SMALL_PHASES, Context((0, 1, 2)))
 
 
 @pytest.fixture(scope="session")

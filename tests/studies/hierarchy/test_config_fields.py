@@ -18,7 +18,8 @@ CONFIGS = {
         rate=1e-2, batch=8, steps=6, records=3, controls=(4,),
     ),
     "scan-snap": scan_snap.Config(
-        queries=1, classes=2, distinct=2, common=2, outputs=4, steps=1000, records=20, sweep=(10.0, 100.0)
+        queries=1, classes=2, distinct=2, common=2, outputs=4, steps=1000, records=20, sweep=(100.0, 1000.0),
+        shares=(0.5, 0.1),
     ),
     "hierarchy-order": hierarchy_order.Config(width=4, steps=12, batch=4, pool=5, probes=96, moments=4),
 }  # fmt: skip
@@ -30,7 +31,7 @@ CHANGES = {
     },
     "scan-snap": {
         "queries": 2, "classes": 3, "distinct": 3, "common": 3, "share": 0.6, "variation": 0.4, "outputs": 5,
-        "rate_z": 0.2, "steps": 1001, "records": 21, "sweep": (10.0, 90.0),
+        "rate_z": 0.2, "steps": 1001, "records": 21, "sweep": (100.0, 900.0), "shares": (0.5, 0.2),
     },
     "hierarchy-order": {
         "rho": 0.8, "asked": 3, "width": 6, "rate": 1e-2, "steps": 13, "batch": 5, "pool": 4, "probes": 95,
@@ -50,7 +51,8 @@ def observe(study, **changes):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Context, "fit", watched_fit)
-        patch.setattr(scan_snap, "ARMS", {"faster": 10.0})  # one of three arms, which differ in the ratio of rates
+        two_arms = {name: scan_snap.ARMS[name] for name in (scan_snap.PREMISES, "faster")}
+        patch.setattr(scan_snap, "ARMS", two_arms)  # the others differ in the ratio of rates alone
         return MODULES[study].run(replace(CONFIGS[study], **changes), Context((0,))), computes
 
 

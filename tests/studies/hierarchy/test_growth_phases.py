@@ -70,12 +70,18 @@ def test_slowing_times_of_the_arms_are_compared():
     run = xr.Dataset({"logit": logit, "transition": slowing / 2})
     np.testing.assert_allclose(growth_phases.equal_over_faster(run), [10], rtol=1e-2)
     np.testing.assert_allclose(growth_phases.least_slower_over_faster(run), [2], rtol=1e-2)
-    np.testing.assert_allclose(growth_phases.slowing_over_transition(run), [2], rtol=1e-2)
-    np.testing.assert_allclose(growth_phases.scan_exponent(run), [2], rtol=2e-2)
+    np.testing.assert_allclose(growth_phases.slowing_over_transition(run, "faster"), [2], rtol=1e-2)
+    np.testing.assert_allclose(growth_phases.scan_exponent(run, "faster"), [2], rtol=2e-2)
 
 
 def test_the_rate_exponent_is_fitted_to_the_fast_ratios_alone():
-    ratio = np.array([0.1, 1.0, 10.0, 30.0, 1000.0])
-    slowing = np.where(ratio < 10, 7.0, 3 / ratio)
-    run = xr.Dataset({"sweep_slowing": (("seed", "ratio"), [slowing, slowing**2])}, {"ratio": ratio})
-    np.testing.assert_allclose(growth_phases.rate_exponent(run), [-1, -2], rtol=1e-9)
+    ratio = np.array([0.1, 1.0, 100.0, 300.0, 1000.0])
+    slowing = np.where(ratio < 100, 7.0, ratio**0.25)  # in units of the transition's time, which goes as 1/ratio
+    run = xr.Dataset({"ratio_slowing": (("seed", "ratio"), [0 * ratio + 3, slowing])}, {"ratio": ratio})
+    np.testing.assert_allclose(growth_phases.rate_exponent(run), [-1, -0.75], rtol=1e-9)
+
+
+def test_the_distance_from_the_flow_is_relative_to_the_largest_logit_of_the_arm():
+    flow = xr.DataArray([[[[1.0, 4.0]]], [[[1e-8, 2e-8]]]], dims=("arm", "label", "rank", "step")).expand_dims("seed")
+    run = xr.Dataset({"logit_flow": flow, "logit": flow + xr.DataArray([0.4, 4e-9], dims="arm")})
+    np.testing.assert_allclose(growth_phases.flow_distance(run), [0.2], rtol=1e-9)

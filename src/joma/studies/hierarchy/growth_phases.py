@@ -10,7 +10,7 @@ from joma.study import NotInRun
 
 DECADE = 10.0  # the late phase is the last decade of the training
 SCAN = (0.1, 0.25)  # the early phase, in units of the time of the transition
-FAST = 10.0  # from this ratio of the rates on, the decoder counts as much faster than attention
+FAST = 100.0  # from this ratio of the rates on, the decoder counts as much faster than attention
 
 
 def winning_logits(run: xr.Dataset, name: str = "logit") -> xr.DataArray:
@@ -98,10 +98,10 @@ def late_exponent(run: xr.Dataset, arm: str) -> xr.DataArray:
     return mean_exponent(winning_logits(run).sel(arm=arm), end / DECADE, end)
 
 
-def scan_exponent(run: xr.Dataset) -> xr.DataArray:
-    """Return the power of t in the scan phase of the faster decoder, per seed."""
-    transition = float(run.transition.sel(arm="faster"))
-    return mean_exponent(winning_logits(run).sel(arm="faster"), SCAN[0] * transition, SCAN[1] * transition)
+def scan_exponent(run: xr.Dataset, arm: str) -> xr.DataArray:
+    """Return the power of t in the scan phase, per seed."""
+    transition = float(run.transition.sel(arm=arm))
+    return mean_exponent(winning_logits(run).sel(arm=arm), SCAN[0] * transition, SCAN[1] * transition)
 
 
 def late_straightness(run: xr.Dataset, arm: str) -> xr.DataArray:
@@ -121,16 +121,23 @@ def final_order(run: xr.Dataset, arm: str) -> xr.DataArray:
 
 
 def gain_error(run: xr.Dataset, arm: str) -> xr.DataArray:
-    """Return ‖z − predicted‖/‖z‖ over the distinct tokens that are predicted, at the end, per seed."""
-    end = run.sel(arm=arm).isel(step=-1, rank=slice(1, None))
-    error, size = ((values**2).sum(("label", "rank"), skipna=False) for values in (end.logit - end.gain, end.logit))
-    return np.sqrt(error / size)
+    """Return the `relative_error` of the relative gain at the end, per seed."""
+    end = run.sel(arm=arm).isel(step=-1)
+    return relative_error(end.logit, end.gain)
+
+
+def relative_error(logit: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
+    """Return ‖z − predicted‖/‖z‖ over the distinct tokens that are predicted, all but the most frequent, per seed."""
+    logit, predicted = (values.isel(rank=slice(1, None)) for values in (logit, predicted))
+    error, size = ((values**2).sum(("label", "rank"), skipna=False) for values in (logit - predicted, logit))
+    return (error / size) ** 0.5
 
 
 def flow_distance(run: xr.Dataset) -> xr.DataArray:
-    """Return the largest |z − flow|/(1 + |flow|) over arms, times and distinct tokens, per seed."""
-    distance = abs(run.logit - run.logit_flow) / (1 + abs(run.logit_flow))
-    return distance.max(("arm", "step", "label", "rank"), skipna=False)
+    """Return the largest |z − flow| over the arm's largest |flow|, over arms, times and distinct tokens, per seed."""
+    others = ("step", "label", "rank")
+    distance = abs(run.logit - run.logit_flow).max(others, skipna=False) / abs(run.logit_flow).max(others)
+    return distance.max("arm", skipna=False)
 
 
 def common_rise(run: xr.Dataset) -> xr.DataArray:
@@ -139,18 +146,22 @@ def common_rise(run: xr.Dataset) -> xr.DataArray:
 
 
 def common_left(run: xr.Dataset) -> xr.DataArray:
-    """Return the final over the initial attention to common tokens, largest over classes and arms, per seed."""
-    return (run.common.isel(step=-1) / run.common.isel(step=0)).max(("label", "arm"), skipna=False)
+    """Return the final over the initial attention to common tokens, largest over classes and arms, per seed.
+
+    The arm with rare common tokens is left out: attention hardly moves there.
+    """
+    common = run.common.sel(arm=["faster", "equal", "slower"])
+    return (common.isel(step=-1) / common.isel(step=0)).max(("label", "arm"), skipna=False)
 
 
-def distinct_growth(run: xr.Dataset) -> xr.DataArray:
-    """Return the least growth of any distinct logit between two records, faster decoder, per seed."""
-    return run.logit.sel(arm="faster").diff("step").min(("step", "label", "rank"), skipna=False)
+def distinct_growth(run: xr.Dataset, arm: str) -> xr.DataArray:
+    """Return the least growth of any distinct logit between two records, per seed."""
+    return run.logit.sel(arm=arm).diff("step").min(("step", "label", "rank"), skipna=False)
 
 
-def slowing_over_transition(run: xr.Dataset) -> xr.DataArray:
-    """Return the time at which growth slows down over the paper's transition time, faster decoder, per seed."""
-    return (slowing_time(winning_logits(run)) / run.transition).sel(arm="faster")
+def slowing_over_transition(run: xr.Dataset, arm: str) -> xr.DataArray:
+    """Return the time at which growth slows down over the paper's transition time, per seed."""
+    return (slowing_time(winning_logits(run)) / run.transition).sel(arm=arm)
 
 
 def equal_over_faster(run: xr.Dataset) -> xr.DataArray:
@@ -167,9 +178,10 @@ def least_slower_over_faster(run: xr.Dataset) -> xr.DataArray:
 
 
 def rate_exponent(run: xr.Dataset) -> xr.DataArray:
-    """Return the power of the decoder's rate by which the flow's slowing time scales, from ratio 10 on, per seed."""
-    fast = run.sweep_slowing.sel(ratio=slice(FAST, None))
+    """Return the power of the decoder's rate by which the flow's slowing time scales, from `FAST` on, per seed."""
+    fast = run.ratio_slowing.sel(ratio=slice(FAST, None))  # in units of the transition's time, which goes as 1/η
     log_ratio = np.log(fast.ratio.values)
-    return xr.apply_ufunc(
+    power = xr.apply_ufunc(
         lambda row: np.polyfit(log_ratio, np.log(row), 1)[0], fast, input_core_dims=[["ratio"]], vectorize=True
     )
+    return power - 1

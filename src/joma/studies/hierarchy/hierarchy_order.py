@@ -91,12 +91,12 @@ def _train(config: Config, context: Context, tree: HBLT, layers: int, *, label: 
         record=Record(
             attention_measure(Sequences(*(part[0] for part in probes))),
             at=schedule.every(max(1, steps // whole("moments", config.moments)), steps),
-            dims={"attention": ("layer", "pair")},
+            dims={"attention": ("layer", "pair"), "entropy": ("layer",)},
         ),
         label=label,
     )
     gain = trajectory.attention - trajectory.attention.isel(step=0)
-    return trajectory[["loss", "diverged"]].assign(gain=gain).assign_coords(layer=np.arange(1, layers + 1))
+    return trajectory[["loss", "entropy", "diverged"]].assign(gain=gain).assign_coords(layer=np.arange(1, layers + 1))
 
 
 def order_claims(layers: int) -> tuple[Claim, ...]:
@@ -317,7 +317,7 @@ STUDY = Study(
         "which former cousins occur together more often, and one with ρ², in which they do so exactly as often as "
         "before, so that what is left is the effect of the intermediate latent itself."
     ),
-    version=3,
+    version=4,
     presets={
         # Cousins do not double their odds in the short run: in which layer they are associated is not decided by then.
         "quick": Preset(Config(), seeds=3, seconds=40),

@@ -12,11 +12,15 @@ from torch import Tensor
 
 from joma.arguments import InputError
 from joma.models.transformer import Decoder
+from joma.probes.entropy import shannon_entropy
 from joma.studies.hierarchy.hidden_tokens import FIRST_QUERY, TOKENS, Sequences
 
 
 def attention_measure(held_out: Sequences) -> Callable[[Decoder, int], dict[str, Tensor]]:
-    """Return a measure for `joma.train.Record`: `attention` [seed, layer, pair], averaged over held-out sequences."""
+    """Return a measure for `joma.train.Record`, averaged over held-out sequences.
+
+    It returns the mutual `attention` [seed, layer, pair] and the `entropy` [seed, layer] of the queries' attention.
+    """
     tokens, multiplicity = held_out.inputs()
     queries = F.one_hot(held_out.queries.long(), TOKENS).float()
     if not pair_average(torch.ones_like(queries), held_out.visible, queries).isfinite().all():
@@ -27,9 +31,10 @@ def attention_measure(held_out: Sequences) -> Callable[[Decoder, int], dict[str,
     @torch.no_grad()
     def measure(model: Decoder, _: int) -> dict[str, Tensor]:
         layers = model.activations(tokens, ["attention"], multiplicity=multiplicity)["attention"]
-        odds = [log_odds(weights[:, :, 0, FIRST_QUERY:, :FIRST_QUERY]) for weights in layers]
-        pairs = [pair_average(layer, held_out.visible, queries) for layer in odds]
-        return {"attention": torch.stack(pairs, dim=1)}
+        rows = [weights[:, :, 0, FIRST_QUERY:, :FIRST_QUERY] for weights in layers]
+        pairs = [pair_average(log_odds(layer), held_out.visible, queries) for layer in rows]
+        entropy = [shannon_entropy(layer).mean(dim=(1, 2)) for layer in rows]
+        return {"attention": torch.stack(pairs, dim=1), "entropy": torch.stack(entropy, dim=1)}
 
     return measure
 
