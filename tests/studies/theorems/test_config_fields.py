@@ -32,7 +32,8 @@ CONFIGS = {
 CHANGES = {
     "invariance": {
         "classes": 4, "distinct": 3, "common": 3, "dim": 10, "steps": 9, "rate": 0.2, "rate_z": 0.2,
-        "temperature": 0.6, "overlap": 0.3, "decay": 0.02, "adam_rate": 0.02,
+        "small_rate": 0.02, "ratio": 2.0, "long_steps": 5, "temperature": 0.6, "overlap": 0.3, "decay": 0.02,
+        "adam_rate": 0.02,
     },
     "winner": {
         "tokens": 4, "samples": 7, "steps": 202, "until": 0.6, "figure_3_steps": 9, "figure_3_rate": 0.2,
