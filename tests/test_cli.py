@@ -33,7 +33,8 @@ def test_run_prints_said_measured_and_verdict(tmp_path, capsys):
     assert code == 0
     assert "The line ends at 2." in out
     assert "2 ± 0.05" in out
-    assert "2.01 ± 0.01 (2 to 2.02)" in out
+    assert "2.01 ± 0.01" in out
+    assert "2 to 2.02" in out
     assert "not tested" in out
     assert err == ""
 

@@ -70,9 +70,9 @@ STUDY = Study(
     presets={"quick": Preset(Config(), seeds=3, seconds=1), "paper": Preset(Config(points=50), seeds=5, seconds=2)},
     run=run,
     claims=(
-        Claim("end", "The line ends at 2.", end, near(2.0, 0.05), across="mean"),
-        Claim("each", "Every seed ends above 2.", end, at_least(2.0)),
-        Claim("later", "Decided at the paper preset only.", end, at_most(2.005), presets=("paper",)),
+        Claim("end", "The line ends at 2.", end, near(2.0, 0.05), "theorem", across="mean"),
+        Claim("each", "Every seed ends above 2.", end, at_least(2.0), "figure"),
+        Claim("later", "Decided at the paper preset only.", end, at_most(2.005), "reading", presets=("paper",)),
     ),
     figures={"line": Drawing(draw, "Theory as a line, measurement as points.")},
     inputs=lambda config: {"text_sha256": checksum(Path(config.text))} if config.text else {},

@@ -9,7 +9,7 @@ import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from joma.report.rows import HEADINGS, NO_BREAK, VERDICTS, by_kind, count_text, readable, row
+from joma.report.rows import HEADINGS, NO_BREAK, VERDICTS, by_kind, readable, row
 from joma.study.claim import Claim, at_least, at_most
 from joma.verdicts import KINDS
 
@@ -74,19 +74,6 @@ def test_kinds_are_apart_and_in_their_order():
     assert [group["kind"] for group in groups] == [*KINDS] == [*HEADINGS]
     assert [[row["link"] for row in group["rows"]] for group in groups[:2]] == [["theorem", "second"], ["figure"]]
     assert [group["counts"] for group in groups[:2]] == ["1 holds, 1 does not", "1 holds"]
-
-
-@pytest.mark.parametrize(
-    ("counts", "text"),
-    [
-        ((30, 2, 1), "30 hold, 2 do not, 1 not tested"),
-        ((1, 1, 0), "1 holds, 1 does not"),
-        ((0, 1, 2), "1 does not hold, 2 not tested"),
-        ((0, 0, 0), "none"),
-    ],
-)
-def test_counts_are_words(counts, text):
-    assert count_text(dict(zip(VERDICTS, counts, strict=True))) == text
 
 
 def test_bounds_are_powers_of_ten_too():

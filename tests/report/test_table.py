@@ -11,7 +11,7 @@ import textwrap
 import pytest
 from rich.console import Console
 
-from joma.report.table import MARKS, claims, grid, number, show, spread
+from joma.report.table import MARKS, claims, count_text, grid, number, show, spread, totals
 from joma.verdicts import KINDS
 
 
@@ -70,17 +70,61 @@ def test_claims_are_rows_of_sentence_values_and_verdict():
     assert len(lines) == len(MARKS)
     for line, verdict in zip(lines, MARKS, strict=True):
         cells = [cell.strip() for cell in line.strip("│").split("│")]
-        assert cells == ["reading", "Entropy falls.", "at most 0.1", "0.05 ± 0.01 (0.04 to 0.06)", verdict]
+        assert cells == ["reading", "Entropy falls.", "at most 0.1", "0.05 ± 0.01", verdict]
+    assert text_of(table).count("0.04 to 0.06") == len(MARKS)
+
+
+def record(kind, verdict="holds", reason=""):
+    measured = {"mean": 1.0, "sd": 0.1234567, "min": 1.0, "max": 1.0, "values": [1.0, 1.0]}
+    fields = {"expected": "0.4278 ± 0.001", "measured": measured, "verdict": verdict, "reason": reason}
+    return {**fields, "kind": kind, "statement": f"A {kind}.", "quantity": "distance of closed form and sum " * 4}
 
 
 def test_claims_stand_by_kind_with_the_reason_why_one_is_not_tested():
-    measured = {"mean": 1.0, "sd": 0.0, "min": 1.0, "max": 1.0, "values": [1.0]}
-    fields = {"quantity": "", "expected": "1", "measured": measured, "verdict": "not tested", "reason": "one seed"}
-    records = [{**fields, "kind": kind, "statement": f"A {kind}."} for kind in reversed(KINDS)]
+    records = [record(kind, "not tested", "one seed") for kind in reversed(KINDS)]
     text = text_of(claims("study", records), width=200)
-    places = [text.index(f"A {kind}.") for kind in KINDS]
+    places = [text.index(f"A {kind}.") for kind in KINDS if kind != "check"]
     assert places == sorted(places)
-    assert text.count("not tested: one seed") == len(KINDS)
+    assert text.count("not tested: one seed") == len(KINDS) - 1
+
+
+def test_checks_are_one_line_but_for_those_that_do_not_hold():
+    records = [record("check"), record("check"), record("check", "not tested"), record("theorem")]
+    text = text_of(claims("study", records))
+    assert text.count("A check.") == 0
+    assert "2 hold, 1 not tested (our own code; `--json` lists them)" in text
+    text = text_of(claims("study", [*records, record("check", "does not hold")]))
+    assert text.count("A check.") == 1
+    assert "does not hold" in text
+
+
+def test_claims_are_readable_on_a_terminal():
+    width = 120
+    reason = "undecided: the 95 % interval over seeds, -0.1 to 0.2, contains 0"
+    text = text_of(claims("study", [record("theorem", "not tested", reason)]), width)
+    assert max(map(len, text.splitlines())) <= width
+    (line,) = (line for line in text.splitlines() if "A theorem." in line)
+    assert "1 ± 0.1235" in line  # numbers are not broken
+    assert "0.4278 ± 0.001" in line
+    assert len(line.split("│")[2]) > width / 4
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ((30, 2, 1), "30 hold, 2 do not, 1 not tested"),
+        ((1, 1, 0), "1 holds, 1 does not"),
+        ((0, 1, 2), "1 does not hold, 2 not tested"),
+        ((0, 0, 0), "none"),
+    ],
+)
+def test_counts_are_words(counts, text):
+    assert count_text(dict(zip(MARKS, counts, strict=True))) == text
+
+
+def test_totals_name_the_kinds_that_there_are():
+    records = [record("theorem"), record("theorem", "does not hold"), record("check")]
+    assert totals(records) == "theorem: 1 holds, 1 does not; check: 1 holds"
 
 
 def test_output_to_a_pipe_is_120_columns_wide(capsys, monkeypatch):

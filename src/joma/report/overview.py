@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from joma.report.rows import by_kind, count_text
+from joma.report.rows import by_kind
+from joma.report.table import count_text
 from joma.verdicts import Verdict, count_by_kind
 
 Section = Mapping[str, Any]  # what the template shows of one run

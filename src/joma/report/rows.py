@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from joma.report.dots import dots
-from joma.report.table import number
+from joma.report.table import count_text, number
 from joma.verdicts import KINDS, Verdict, count_by_kind
 
 # The sign and the CSS class of each verdict.
@@ -57,18 +57,6 @@ def by_kind(claims: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> li
         counted = count_text(counts)
         groups.append({"kind": kind, "heading": HEADINGS[kind], "about": about[kind], "counts": counted, "rows": rows})
     return groups
-
-
-def count_text(counts: Mapping[Verdict, int]) -> str:
-    """Return how many claims have each verdict, in words; verdicts without a claim are left out.
-
-    >>> count_text({"holds": 1, "does not hold": 2, "not tested": 0})
-    '1 holds, 2 do not'
-    """
-    hold, fail, untested = (counts[verdict] for verdict in VERDICTS)
-    parts = [f"{hold} hold{'s' * (hold == 1)}"] * (hold > 0)
-    parts += [f"{fail} do{'es' * (fail == 1)} not{' hold' * (hold == 0)}"] * (fail > 0)
-    return ", ".join(parts + [f"{untested} not tested"] * (untested > 0)) or "none"
 
 
 def readable(text: str) -> str:

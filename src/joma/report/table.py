@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from joma.terminal import printable
-from joma.verdicts import KINDS, count_by_kind
+from joma.verdicts import KINDS, Verdict, count_by_kind
 
+REASON_WIDTH = 24  # columns of the terminal for a verdict and the reason why a claim is not tested
 # The verdicts in their colours.
 MARKS = {
     "holds": Text("holds", "green"),
@@ -56,33 +57,56 @@ def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]
 
 
 def claims(title: str, records: Iterable[Mapping[str, Any]], note: str = "") -> Table:
-    """Return the table of stored claims by kind: sentence, expected and measured value, and verdict."""
+    """Return the table of stored claims by kind: sentence, expected and measured value, and verdict.
+
+    Of the checks it has those that do not hold, and one line about the others.
+    """
     ordered = sorted(records, key=lambda record: list(KINDS).index(record["kind"]))
-    return grid(title, ("kind", "claim", "expected", "measured", "verdict"), map(_claim_row, ordered), note)
+    others = [record for record in ordered if record["kind"] == "check" and record["verdict"] != "does not hold"]
+    rows = [_claim_row(record) for record in ordered if record not in others]
+    if others:
+        summary = count_text(count_by_kind(others)["check"])
+        rows.append(("check", Text(f"{summary} (our own code; `--json` lists them)", "dim"), "", "", ""))
+    table = grid(title, ("kind", "claim", "expected", "measured", "verdict"), rows, note)
+    table.columns[-1].max_width = REASON_WIDTH
+    return table
 
 
 def _claim_row(record: Mapping[str, Any]) -> tuple[str | Text, ...]:
-    statement = Text(printable(record["statement"]))
-    if record["quantity"]:
-        statement.append(f"\n{printable(record['quantity'])}", "dim")
     verdict = MARKS[record["verdict"]]
     if record["reason"]:
         verdict = verdict.copy().append(f": {printable(record['reason'])}")
-    return record["kind"], statement, record["expected"], spread(record["measured"]), verdict
+    measured = record["measured"]
+    several = len(measured["values"]) > 1
+    value = number(measured["mean"]) + (f" ± {number(measured['sd'])}" if several else "")
+    extent = f"{number(measured['min'])} to {number(measured['max'])}" if several else ""
+    statement = _with_small_print(record["statement"], record["quantity"])
+    return record["kind"], statement, record["expected"], _with_small_print(value, extent), verdict
+
+
+def _with_small_print(text: str, below: str) -> Text:
+    return Text(printable(text)).append(f"\n{printable(below)}" if below else "", "dim")
+
+
+def count_text(counts: Mapping[Verdict, int]) -> str:
+    """Return how many claims have each verdict, in words; verdicts without a claim are left out.
+
+    >>> count_text({"holds": 1, "does not hold": 2, "not tested": 0})
+    '1 holds, 2 do not'
+    """
+    hold, fail, untested = counts["holds"], counts["does not hold"], counts["not tested"]
+    parts = [f"{hold} hold{'s' * (hold == 1)}"] * (hold > 0)
+    parts += [f"{fail} do{'es' * (fail == 1)} not{' hold' * (hold == 0)}"] * (fail > 0)
+    return ", ".join(parts + [f"{untested} not tested"] * (untested > 0)) or "none"
 
 
 def totals(records: Iterable[Mapping[str, Any]]) -> str:
     """Return how many claims of each kind hold, do not hold and are not tested, as one line of text.
 
     >>> totals([{"kind": "theorem", "verdict": "holds"}, {"kind": "check", "verdict": "not tested"}])
-    'theorem: 1 holds, 0 do not, 0 not tested; check: 0 hold, 0 do not, 1 not tested'
+    'theorem: 1 holds; check: 1 not tested'
     """
-    counts = count_by_kind(records).items()
-    return "; ".join(
-        f"{kind}: {count['holds']} hold{'s' * (count['holds'] == 1)}, {count['does not hold']} "
-        f"do{'es' * (count['does not hold'] == 1)} not, {count['not tested']} not tested"
-        for kind, count in counts
-    )
+    return "; ".join(f"{kind}: {count_text(counts)}" for kind, counts in count_by_kind(records).items())
 
 
 class _Console(Console):
