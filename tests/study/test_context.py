@@ -1,6 +1,7 @@
 """Random streams by purpose, arms as an axis, and training that is saved by default."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from joma.arguments import InputError
 from joma.files import StorageError
-from joma.study import Arms, Context
+from joma.study import Arms, Context, LabelledTraining
 from joma.train import Optimiser, Record
 
 ARMS = Arms("rate", ("low", "high"))
@@ -129,6 +130,35 @@ def test_checkpoints_of_another_training_of_the_same_run_are_refused(tmp_path):
     train(context, label="a b")
     with pytest.raises(StorageError, match="which differs in training"):  # the same folder, by its name
         train(context, label="A-B")
+
+
+def trainings(*labels, loss=quadratic):
+    """Return a training for each label, the second with arms."""
+    record = Record(lambda model, _: {"p": model.p[:, 0]}, at=(0, 5, 10))
+    shared = {"optimiser": Optimiser("sgd", 0.1), "steps": 10, "record": record}
+    return [
+        LabelledTraining(Numbers(values), loss, label=label, arms=arms, **shared)
+        for label, (values, arms) in zip(labels, [((1.0, 2.0), None), ((1.0, 2.0, 10.0, 20.0), ARMS)], strict=True)
+    ]
+
+
+def test_together_each_has_its_arms_folder_and_trajectory(tmp_path):
+    context = Context((4, 5), checkpoints=tmp_path, run={"run": "a"})
+    plain, with_arms = context.fit_together(trainings("depth 1", "depth 2"))
+    assert plain.identical(train(Context((4, 5))))
+    assert with_arms.identical(train(Context((4, 5)), arms=ARMS, values=(1.0, 2.0, 10.0, 20.0)))
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["depth-1", "depth-2"]
+
+    untouched = partial(pytest.fail, "trained again")
+    assert train(context, label="depth 1", loss=untouched).identical(plain)  # as if it had been trained alone
+    again = context.fit_together(trainings("depth 1", "depth 2", loss=untouched))
+    assert again[1].identical(with_arms)
+
+
+def test_labels_of_one_folder_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"`saving\.folder` must be a different one for each training"):
+        Context((4, 5), checkpoints=tmp_path).fit_together(trainings("A b", "a-b"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_labels_of_seeds_other_than_the_contexts_are_refused():

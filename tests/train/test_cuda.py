@@ -9,12 +9,85 @@ from torch import Tensor
 from joma import noise
 from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
-from joma.train import Compute, Optimiser, Record, Saving, fit, packed
+from joma.train import Compute, Job, Optimiser, Record, Saving, fit, fit_together, loop, packed
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.filterwarnings("ignore"),  # PyTorch's compiler has its own to say
 ]
+
+
+class Layers(torch.nn.Module):
+    """Two layers for each of two seeds; the sums of the lower one are long, so that cuBLAS splits them."""
+
+    def __init__(self, number):
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        self.lower = torch.nn.Parameter(torch.randn(2, 8192, 32 * (number + 1), generator=generator) / 90)
+        self.upper = torch.nn.Parameter(torch.randn(2, 32 * (number + 1), 16, generator=generator))
+
+
+def squares():
+    """Return a loss on inputs that depend on the step."""
+    inputs = torch.randn(30, 64, 8192, generator=torch.Generator().manual_seed(0)).cuda()
+
+    def loss(model, step):
+        batch = inputs.index_select(0, (step % 30)[None])[0]
+        return (torch.relu(batch @ model.lower) @ model.upper).square().mean((1, 2))
+
+    return loss
+
+
+def trained_together(folder, loss, **options):
+    """Train four models of different sizes, for different numbers of steps, and return their trajectories."""
+    jobs = []
+    for number, steps in enumerate((150, 40, 150, 200)):
+        record = Record(
+            lambda model, _: {"lower": model.lower[:, :50, 0], "upper": model.upper[:, 0]},
+            at=range(0, steps + 1, 7),
+            dims={"lower": ("dim",), "upper": ("output",)},
+            gradients=number == 0,
+        )
+        optimiser = Optimiser(*(("sgd", 0.1) if number == 1 else ("adam", 3e-4)), clip=None if number == 2 else 1.0)
+        shared = {"optimiser": optimiser, "record": record, "compute": Compute(**options)}
+        jobs.append(Job(Layers(number).cuda(), loss, steps=steps, saving=Saving(folder / str(number), (20,)), **shared))
+    return fit_together(jobs)
+
+
+@pytest.mark.parametrize("precision", ["highest", "bf16"])
+def test_side_by_side_trainings_have_the_bits_that_they_have_one_after_the_other(tmp_path, monkeypatch, precision):
+    loss = squares()
+    side_by_side = trained_together(tmp_path / "together", loss, precision=precision)
+    monkeypatch.setattr(loop, "_interleaves", lambda _: False)
+    separate = trained_together(tmp_path / "separate", loss, precision=precision)
+    assert all(first.identical(second) for first, second in zip(side_by_side, separate, strict=True))
+    assert all(bool((run.loss.isel(step=-1) < 0.9 * run.loss.isel(step=0)).all()) for run in separate)
+    for file in (tmp_path / "separate").rglob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "together" / file.relative_to(tmp_path / "separate")).read_bytes()
+
+
+def test_side_by_side_trainings_resume_after_an_error_in_one_of_them(tmp_path):
+    loss = squares()
+
+    def jobs(stop=None):
+        def measure(model, step):
+            if step == stop:
+                raise RuntimeError("stopped")
+            return {"lower": model.lower[:, :50, 0]}
+
+        options = {"optimiser": Optimiser("adam", 1e-2), "steps": 100}
+        record = Record(measure, range(0, 101, 10), {"lower": ("dim",)}, gradients=False)
+        return [
+            Job(Layers(number).cuda(), loss, record=record, saving=Saving(tmp_path / str(number), (20,)), **options)
+            for number in range(2)
+        ]
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit_together(jobs(stop=50))
+    assert (tmp_path / "1" / "50.safetensors").exists()  # the first raised the error; the second had made step 49
+    whole = [fit(job.model, loss, optimiser=job.optimiser, steps=job.steps, record=job.record) for job in jobs()]
+    resumed = fit_together(jobs())
+    assert all(first.identical(second) for first, second in zip(resumed, whole, strict=True))
 
 
 def trained(*, gradients=True, **options):

@@ -11,6 +11,7 @@ from .claim import near as near
 from .claim import select as select
 from .context import Arms as Arms
 from .context import Context as Context
+from .context import LabelledTraining as LabelledTraining
 from .execution import Drawing as Drawing
 from .execution import Highlight as Highlight
 from .execution import Outcome as Outcome

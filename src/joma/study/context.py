@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,7 @@ from joma.progress import SILENT, Progress
 if TYPE_CHECKING:
     import torch
 
-    from joma.train import Compute, Optimiser, Record
+    from joma.train import Compute, Job, Optimiser, Record
 
 Value = TypeVar("Value")
 CUDA_SAVE_SECONDS = 300.0  # between saves: on CUDA a save takes longer than repeating many steps
@@ -36,6 +36,21 @@ class Arms:
 
     axis: str
     labels: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class LabelledTraining:
+    """One training of `Context.fit_together`. Its attributes are the arguments of `Context.fit`."""
+
+    model: Any
+    loss: Callable[[Any, torch.Tensor], torch.Tensor]
+    _: KW_ONLY
+    label: str
+    optimiser: Optimiser
+    steps: int
+    record: Record | None = None
+    compute: Compute | None = None
+    arms: Arms | None = None
 
 
 @dataclass(frozen=True)
@@ -117,28 +132,49 @@ class Context:
         Returns:
             The trajectory over `seed` and `step`, and over the arms' axis if there are any.
         """
-        from joma.train import Record, Saving, fit
+        options: dict[str, Any] = {"record": record, "compute": compute, "arms": arms}
+        training = LabelledTraining(model, loss, label=label, optimiser=optimiser, steps=steps, **options)
+        (trajectory,) = self.fit_together([training])
+        return trajectory
 
-        record = Record() if record is None else record
+    def fit_together(self, trainings: Sequence[LabelledTraining]) -> list[xr.Dataset]:
+        """Train several models by `joma.train.fit_together`, side by side on CUDA; return the trajectory of each.
+
+        Each has its own label, and so its own progress bar and folder of checkpoints. Labels that give the same folder,
+        such as "A b" and "a-b", are refused.
+        """
+        from joma.train import fit_together
+
+        trainings = list(trainings)
+        trajectories = fit_together([self._job(training) for training in trainings])
+        return [
+            trajectory if training.arms is None else self._split_arms(trajectory, training.arms)
+            for training, trajectory in zip(trainings, trajectories, strict=True)
+        ]
+
+    def _job(self, training: LabelledTraining) -> Job[Any]:
+        """Return what the training loop needs, with the model on the device, the seeds' labels and checkpoints."""
+        from joma.train import Job, Record, Saving
+
+        label, steps = training.label, training.steps
+        record = Record() if training.record is None else training.record
         if record.seeds is not None:
             raise InputError("record.seeds", "left out", record.seeds, "the seeds of the context label the models")
-        record = replace(record, seeds=self.seeds if arms is None else None)
         saving = None
         if self.checkpoints is not None:
             folder = self.checkpoints / re.sub(r"[^a-z0-9.]+", "-", label.lower())
             min_seconds = 0.0 if self.device == "cpu" else CUDA_SAVE_SECONDS
             saving = Saving(folder, self.save_steps(steps), min_seconds, {**self.run, "training": label})
-        trajectory = fit(
-            model.to(self.device),
-            loss,
-            optimiser=optimiser,
+        return Job(
+            training.model.to(self.device),
+            training.loss,
+            optimiser=training.optimiser,
             steps=steps,
-            record=record,
+            record=replace(record, seeds=self.seeds if training.arms is None else None),
             saving=saving,
-            compute=compute,
+            compute=training.compute,
             progress=partial(self.progress.task, label),
         )
-        return trajectory if arms is None else self._split_arms(trajectory, arms)
 
     def save_steps(self, steps: int) -> tuple[int, ...]:
         """Return the steps at which a training of `steps` steps is saved."""

@@ -1,5 +1,7 @@
 from .checkpoint import DamagedCheckpoint as DamagedCheckpoint
+from .loop import Job as Job
 from .loop import fit as fit
+from .loop import fit_together as fit_together
 from .optimiser import OPTIMISERS as OPTIMISERS
 from .optimiser import Optimiser as Optimiser
 from .options import Compute as Compute

@@ -19,23 +19,38 @@ MIN_AHEAD_SECONDS, MAX_AHEAD_SECONDS = 0.1, 0.4  # between two events at which P
 
 
 def capture(step: Callable[[], None], *, trial: Callable[[], None], reset: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture one call of `step` as a graph, after a few calls of `trial` on a side stream and a call of `reset`.
+    """Capture one call of `step` as a graph, after a few calls of `trial` and a call of `reset`.
+
+    All of it is on the current stream, which must not be the default one. Graphs that are replayed side by side must be
+    captured on streams of their own: cuBLAS has one workspace for each stream, and two graphs that share one would
+    overwrite each other's intermediate sums.
 
     Ctrl-C ends the trial steps at once, and the capture after its end: an unfinished one would raise other errors.
     """
-    side_stream = torch.cuda.Stream()
-    side_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side_stream):
-        for _ in range(TRIAL_STEPS):
-            trial()
-    torch.cuda.current_stream().wait_stream(side_stream)
+    for _ in range(TRIAL_STEPS):
+        trial()
     reset()
     graph = torch.cuda.CUDAGraph()
-    with interruptible("the capture of a step to end") as stop, torch.cuda.graph(graph):
+    on_own_stream = torch.cuda.graph(graph, stream=torch.cuda.current_stream())
+    with interruptible("the capture of a step to end") as stop, on_own_stream:
         step()
     if stop:
         raise KeyboardInterrupt
     return graph
+
+
+@contextmanager
+def joined(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Order the block's work on `stream` after what the current stream has queued, and before what it will queue."""
+    if stream is None:
+        yield
+        return
+    outer_stream = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(outer_stream)
+    try:
+        yield
+    finally:
+        outer_stream.wait_stream(stream)
 
 
 class Throttle:

@@ -5,27 +5,31 @@ and trains as it would alone.
 
 On CUDA a step is compiled and captured once and then replayed without Python. On the CPU the same code runs eagerly.
 With a folder for checkpoints a run that was killed resumes, and on the CPU ends with the same bits as one never killed.
+
+Several trainings may share one GPU, most of which is idle while small kernels run. Each has its own CUDA stream, and
+they make one step each in turn.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
 import xarray as xr
 
-from joma.arguments import InputError, whole
+from joma.arguments import InputError, instance, sequence, whole
 from joma.files import StorageError, lock
 from joma.progress import SILENT, Task
 from joma.train.checkpoint import CheckpointStore
-from joma.train.cuda import matmul_precision
+from joma.train.cuda import joined, matmul_precision
 from joma.train.interrupt import StopRequest, interruptible
 from joma.train.optimiser import Optimiser
 from joma.train.options import Compute, Record, Saving
@@ -36,6 +40,21 @@ NO_PROGRESS: OpenTask = partial(SILENT.task, "training")
 
 # What a user who pressed Ctrl-C is waiting for.
 STEP, SAVED_STEP, SAVE = "step {} to end", "step {} to end and be saved", "the checkpoint of step {} to be saved"
+
+
+@dataclass(frozen=True)
+class Job(Generic[Model]):
+    """One training of `fit_together`. Its attributes are the arguments of `fit`."""
+
+    model: Model
+    loss: Loss[Model]
+    _: KW_ONLY
+    optimiser: Optimiser
+    steps: int
+    record: Record | None = None
+    saving: Saving | None = None
+    compute: Compute | None = None
+    progress: OpenTask = NO_PROGRESS
 
 
 def fit(
@@ -89,54 +108,176 @@ def fit(
     array([[0.5    , 0.125  , 0.03125],
            [2.     , 0.5    , 0.125  ]])
     """
-    steps, record = whole("steps", steps, low=0), Record() if record is None else record
-    record_steps = record.steps(steps)
-    training = Training(model, loss, optimiser, record, Compute() if compute is None else compute)
-    labels = record.labels(training.seeds)
-    if saving is None:
-        _train(training, range(steps + 1), record_steps, progress)
-    else:
-        save_steps, identity = saving.steps(steps), {**_identity(optimiser, steps, labels), **saving.identity}
-        saver = _Saver(CheckpointStore(Path(saving.folder), identity), save_steps, saving.min_seconds)
-        with lock(saver.store.folder):
-            start, finished = saver.resume(training, record_steps)
-            if finished:
-                saver.store.tidy(steps, keep=1)
-            else:
-                _train(training, range(start, steps + 1), record_steps, progress, saver)
-    return _dataset(training, sorted(record_steps), record.dims, labels)
+    options: dict[str, Any] = {"record": record, "saving": saving, "compute": compute, "progress": progress}
+    (trajectory,) = fit_together([Job(model, loss, optimiser=optimiser, steps=steps, **options)])
+    return trajectory
 
 
-def _train(
-    training: Training[Any],
-    steps: range,
-    record_steps: frozenset[int],
-    progress: OpenTask,
-    saver: _Saver | None = None,
-) -> None:
-    """Train for `steps`, and save on the way and at the end; Ctrl-C stops between two steps, after a save."""
-    start, last = steps.start, steps.stop - 1
-    step_activity = STEP if saver is None else SAVED_STEP
-    with matmul_precision(training.compute), progress(total=last) as task:
-        training.prepare(start)  # Ctrl-C ends this at once: nothing is trained yet
-        task.skip(start)
-        if saver is not None:
-            saver.start_clock()
+def fit_together(jobs: Sequence[Job[Any]]) -> list[xr.Dataset]:
+    """Train several models and return what `fit` returns for each of them, in their order.
+
+    On CUDA they train side by side: each has its own stream, and a Python loop makes one step of each in turn, so that
+    small kernels of one run beside those of another. On the CPU they train one after the other.
+
+    The trainings must share nothing that a step or a measure changes. Their numbers of steps may differ. Ctrl-C saves
+    each of them at the step that it has reached; if one raises an error, the others are saved in the same way.
+
+    Args:
+        jobs: the trainings. Their models have separate parameters, and their checkpoints separate folders. All
+            folders are locked until the last training ends.
+
+    >>> models = [torch.nn.Module(), torch.nn.Module()]
+    >>> for model in models:
+    ...     model.p = torch.nn.Parameter(torch.tensor([[2.0]], dtype=torch.float64))
+    >>> def loss(model, step):
+    ...     return (model.p**2).sum(-1) / 2
+    >>> jobs = [Job(model, loss, optimiser=Optimiser("sgd", 0.5), steps=n) for model, n in zip(models, (1, 2))]
+    >>> [run.loss.values.tolist() for run in fit_together(jobs)]
+    [[[2.0, 0.5]], [[2.0, 0.5, 0.125]]]
+    """
+    remedy = "pass instances of `joma.train.Job`"
+    runs = [_Run(instance("jobs", job, Job, remedy)) for job in sequence("jobs", jobs, "a list of jobs")]
+    _check_separate(runs)
+    with ExitStack() as locks:
+        for run in runs:
+            run.resume(locks)
+        unfinished = [run for run in runs if not run.finished]
+        if all(_interleaves(run.training.device) for run in unfinished):
+            _train(unfinished)
+        else:
+            for run in unfinished:
+                _train([run])
+    return [run.dataset() for run in runs]
+
+
+def _interleaves(device: torch.device) -> bool:
+    """Return whether trainings on this device take turns, because its queue runs them side by side."""
+    return device.type == "cuda"
+
+
+def _check_separate(runs: Sequence[_Run]) -> None:
+    """Raise `InputError` if two runs train the same parameters or save to the same folder."""
+    parameters = [id(parameter) for run in runs for parameter in run.training.model.parameters()]
+    if len(set(parameters)) < len(parameters):
+        remedy = "build a model for each training"
+        raise InputError("jobs", "models with separate parameters", "shared ones", remedy)
+    folders = [run.saver.store.folder.resolve() for run in runs if run.saver is not None]
+    repeated = sorted({str(folder) for folder in folders if folders.count(folder) > 1})
+    if repeated:
+        raise InputError("saving.folder", "a different one for each training", repeated, "give each its own")
+
+
+def _train(runs: Sequence[_Run]) -> None:
+    """Train the runs to their ends, in turns; Ctrl-C stops between two steps, after a save of each run."""
+    with ExitStack() as block:
+        for run in runs:  # Ctrl-C ends this at once: nothing is trained yet
+            run.prepare(block)
+        for run in runs:
+            run.start_clock()
         with interruptible() as stop:
-            for step in steps:
-                if saver is not None and step > start:
-                    saver.save(training, step, is_last=step == last, stop=stop)
-                if stop:
-                    raise KeyboardInterrupt
-                stop.begin(step_activity, step)
-                training.step(step, record=step in record_steps, update=step < last)
-                if step < last:
-                    training.report(task)
-            if saver is not None:
-                stop.begin(SAVE, last)
-                saver.store.save(last, training.state(final=True), keep=1)
-    if stop:  # requested in the last step, or while it was saved
+            _take_turns(runs, stop)
+            if stop:
+                _save(runs, stop)
+    if stop:  # also if it was requested in the last step, or while that was saved
         raise KeyboardInterrupt
+
+
+def _take_turns(runs: Sequence[_Run], stop: StopRequest) -> None:
+    """Make one step of each run in turn, until all are finished or a stop is requested."""
+    while runs and not stop:
+        steps = 1 if len(runs) > 1 else runs[0].last + 1  # a run alone needs no turns, which cost some microseconds
+        for run in runs:
+            try:
+                with run.turn():
+                    run.advance(steps, stop)
+            except Exception:
+                _save([other for other in runs if other is not run], stop)
+                raise
+        runs = [run for run in runs if not run.finished]
+
+
+def _save(runs: Sequence[_Run], stop: StopRequest) -> None:
+    """Save each unfinished run at the step that it has reached."""
+    for run in runs:
+        if run.saver is not None and not run.finished:
+            with run.turn():
+                run.saver.save(run.training, run.next_step, stop)
+
+
+class _Run:
+    """A job at work.
+
+    Attributes:
+        last: the last step, after which there is no update.
+        next_step: the step to make next; after the last one if the run is finished.
+    """
+
+    def __init__(self, job: Job[Any]) -> None:
+        self.last, self.record = whole("steps", job.steps, low=0), Record() if job.record is None else job.record
+        self.record_steps = self.record.steps(self.last)
+        compute = Compute() if job.compute is None else job.compute
+        self.training = Training(job.model, job.loss, job.optimiser, self.record, compute)
+        self.labels = self.record.labels(self.training.seeds)
+        self.next_step, self.open_task, self.task = 0, job.progress, Task()
+        self.saver: _Saver | None = None
+        if job.saving is not None:
+            save_steps = job.saving.steps(self.last)
+            identity = {**_identity(job.optimiser, self.last, self.labels), **job.saving.identity}
+            store = CheckpointStore(Path(job.saving.folder), identity)
+            # None is due before the last step: soon after it the finished run is saved.
+            self.saver = _Saver(store, save_steps - {self.last}, job.saving.min_seconds)
+
+    @property
+    def finished(self) -> bool:
+        return self.next_step > self.last
+
+    def resume(self, locks: ExitStack) -> None:
+        """Lock the folder of checkpoints, if there is one, and restore the newest of them."""
+        if self.saver is not None:
+            locks.enter_context(lock(self.saver.store.folder))
+            self.next_step, finished = self.saver.resume(self.training, self.record_steps)
+            if finished:
+                self.saver.store.tidy(self.last, keep=1)
+                self.next_step = self.last + 1
+
+    def prepare(self, block: ExitStack) -> None:
+        """Open the progress bar until the end of `block`, and prepare the first step."""
+        block.enter_context(joined(self.training.stream))
+        self.task = block.enter_context(self.open_task(total=self.last))
+        with self.turn():
+            self.training.prepare(self.next_step)
+        self.task.skip(self.next_step)
+
+    def start_clock(self) -> None:
+        """Measure the time to the next save from now on."""
+        if self.saver is not None:
+            self.saver.saved_at = time.monotonic()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Compute on this run's stream and in its precision for the duration of the block."""
+        with matmul_precision(self.training.compute), self.training.on_stream():
+            yield
+
+    def advance(self, steps: int, stop: StopRequest) -> None:
+        """Make up to `steps` steps, fewer if a stop is requested, and save on the way and at the end."""
+        for step in range(self.next_step, min(self.next_step + steps, self.last + 1)):
+            if self.saver is not None and self.saver.is_due(step):
+                self.saver.save(self.training, step, stop)
+            if stop:
+                return
+            stop.begin(STEP if self.saver is None else SAVED_STEP, step)
+            self.training.step(step, record=step in self.record_steps, update=step < self.last)
+            if step < self.last:
+                self.training.report(self.task)
+            self.next_step = step + 1
+        if self.finished and self.saver is not None:
+            stop.begin(SAVE, self.last)
+            self.saver.store.save(self.last, self.training.state(final=True), keep=1)
+
+    def dataset(self) -> xr.Dataset:
+        """Return what was recorded."""
+        return _dataset(self.training, sorted(self.record_steps), self.record.dims, self.labels)
 
 
 class _Saver:
@@ -144,22 +285,18 @@ class _Saver:
 
     def __init__(self, store: CheckpointStore, save_steps: frozenset[int], min_seconds: float) -> None:
         self.store, self.save_steps, self.min_seconds = store, save_steps, min_seconds
-        self.saved_at = time.monotonic()
+        self.saved_step, self.saved_at = 0, time.monotonic()  # there is nothing to save before the first step
 
-    def start_clock(self) -> None:
-        """Measure the time to the next save from now on."""
-        self.saved_at = time.monotonic()
+    def is_due(self, step: int) -> bool:
+        """Return whether a save is due before `step`, by step and time."""
+        return step in self.save_steps and time.monotonic() - self.saved_at >= self.min_seconds
 
-    def save(self, training: Training[Any], step: int, *, is_last: bool, stop: StopRequest) -> None:
-        """Save the state before `step`, if a save is due by step and time, or in any case if the run is to stop.
-
-        None is due before the last step: soon after it the finished run is saved.
-        """
-        due = not is_last and step in self.save_steps and time.monotonic() - self.saved_at >= self.min_seconds
-        if due or stop:
+    def save(self, training: Training[Any], step: int, stop: StopRequest) -> None:
+        """Save the state before `step`, unless it is saved already."""
+        if step != self.saved_step:
             stop.begin(SAVE, step)
             self.store.save(step, training.state())
-            self.saved_at = time.monotonic()
+            self.saved_step, self.saved_at = step, time.monotonic()
 
     def resume(self, training: Training[Any], record_steps: frozenset[int]) -> tuple[int, bool]:
         """Restore the newest intact checkpoint; return the step to go on with, and whether the run is finished."""
@@ -175,6 +312,7 @@ class _Saver:
             remedy = "choose another folder, or delete that one to start again"
             raise StorageError(f"{self.store.folder} holds checkpoints {which}; {remedy}.")
         training.restore(checkpoint)
+        self.saved_step = checkpoint.step
         return checkpoint.step, bool(checkpoint.tensors["finished"])
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -34,6 +34,7 @@ class Training(Generic[Model]):
         diverged: for each seed the step at which its loss was first not finite, −1 if it never was.
         recorded: the values of each recorded variable, one tensor [seed, ...] a recorded step.
         recorded_at: the recorded steps.
+        stream: on CUDA, this training's own stream; every step is prepared and made on it (`on_stream`).
     """
 
     def __init__(self, model: Model, loss: Loss[Model], optimiser: Optimiser, record: Record, compute: Compute) -> None:
@@ -46,10 +47,15 @@ class Training(Generic[Model]):
         self.losses = self.replayed_losses = torch.zeros(self.seeds, device=device)
         self.recorded: dict[str, list[Tensor]] = {}
         self.recorded_at: list[int] = []
-        self.on_cuda = device.type == "cuda"
+        self.device, self.on_cuda = device, device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.on_cuda else None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.throttle = cuda.Throttle()
         self.loss_shown_at = time.monotonic()
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Compute on this training's stream for the duration of the block; on the CPU nothing changes."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def prepare(self, start: int) -> None:
         """Set the step to start from; on CUDA, capture a step before the first one is made."""
