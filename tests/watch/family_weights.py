@@ -99,4 +99,6 @@ def token_rows(family: Family, batch: int, queries: int) -> Tensor | slice:
             return mask.reshape(batch, queries).bool()
         if mask is not None and mask.shape[1] == queries:
             return mask.repeat_interleave(batch // len(mask), dim=0).bool()
+        if mask is not None and name.startswith("decoder") and (batch, queries) == (len(mask), 3 * mask.shape[1]):
+            return mask.repeat(1, 3).bool()  # ProphetNet's tokens and predictions
     return slice(None)

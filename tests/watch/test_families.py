@@ -22,7 +22,6 @@ ROWS_UNKNOWN = {  # families with layers of which the masks do not tell the padd
     "canine",  # attends to groups of characters
     "funnel",  # attends from pooled positions
     "lxmert",  # a mask of the text says nothing of the image
-    "prophetnet",  # attends from several predictions for each position
 }
 
 

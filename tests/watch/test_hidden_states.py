@@ -221,7 +221,7 @@ def test_masks_that_do_not_fit_are_one_warning():
             return super().forward(x)[:, ::2]
 
     model = Model(Shortening(), Shortening(), call=lambda block, x: block(x, torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])))
-    warned = pytest.warns(RowsUnknown, match=r"all tokens of layers.0, layers.1 count, padded ones too.*give `rows`")
+    warned = pytest.warns(RowsUnknown, match=r"all rows of layers.0, layers.1 count, padded ones too.*give `rows`")
     with warned as caught, activations(model) as recording:
         model(X)
     assert len(caught) == 1

@@ -6,7 +6,7 @@ from torch import nn
 
 from joma.arguments import InputError
 from joma.watch import attention
-from joma.watch.layouts import LAYOUTS, fits, in_order
+from joma.watch.layouts import LAYOUTS, fits, in_order, rearranged_rows
 from watch.families import TEXT
 from watch.tiny_configs import normal, tiny_model
 
@@ -35,3 +35,28 @@ def test_a_longformer_with_global_tokens_is_refused() -> None:
     tokens[:, 0] = 1
     with pytest.raises(InputError, match="LongformerSelfAttention has global tokens"), attention(model):
         model(**TEXT, global_attention_mask=tokens)
+
+
+class Blocks(nn.Module):
+    block_len = 4
+
+
+class ProphetNetDecoder(nn.Module):
+    ngram = 2
+
+
+def test_tokens_are_put_in_the_order_of_rows() -> None:
+    real = torch.tensor([[True, True, False], [True, True, True]])
+    modules = {"": nn.Identity(), "a": Blocks(), "decoder": ProphetNetDecoder(), "decoder.b": nn.Identity()}
+
+    def rows(layer: str, *shape: int, modules: dict[str, nn.Module] = modules) -> list[list[int]] | None:
+        result = rearranged_rows(real, modules, layer, (shape[0], shape[1]))
+        return None if result is None else result.int().tolist()
+
+    assert rows("a", 2, 4) == [[1, 1, 0, 0], [1, 1, 1, 0]]
+    assert rows("a", 4, 4) is None
+    assert rows("decoder.b[1]", 4, 3) == [[1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
+    assert rows("decoder.b", 2, 9) == [[1, 1, 0] * 3, [1] * 9]
+    assert rows("decoder.b", 2, 6) is None
+    assert rows("b", 4, 3) is None
+    assert rows("b", 4, 3, modules={"": ProphetNetDecoder()}) is not None

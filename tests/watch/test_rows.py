@@ -19,10 +19,6 @@ from joma.watch.rows import (
     RowMasks,
     RowsUnknown,
     check_rows,
-    labelled,
-    not_padding,
-    real_tokens,
-    seen_tokens,
 )
 from tiny_models import random_normal
 
@@ -62,37 +58,6 @@ def kept(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         model(*args, **kwargs)
     (entropy,) = recording.passes[0].values()
     return ~entropy.isnan().all(1)
-
-
-@given(st.lists(st.integers(0, 6), min_size=2, max_size=4), st.booleans())
-def test_every_kind_of_mask_tells_the_same_tokens(lengths: list[int], left: bool) -> None:
-    tokens = torch.arange(6) < torch.tensor(lengths)[:, None]
-    real = tokens.flip(-1) if left else tokens
-    hidden = torch.where(real, 0.0, -torch.inf)
-    for mask in (real, real.long(), real.int() * 3):
-        assert torch.equal(real_tokens(mask), real)
-    if real.any():
-        assert torch.equal(real_tokens(real.double()), real)
-        assert torch.equal(real_tokens(hidden), real)
-        assert torch.equal(real_tokens(hidden.clamp_min(torch.finfo(torch.float32).min)), real)
-    for padding in (~real, (~real).to(torch.uint8), hidden):
-        assert torch.equal(not_padding(padding), real)
-    assert torch.equal(labelled(torch.where(real, 3, -100)), real)
-    full = causal(real)
-    for mask in (full, full.long(), torch.where(full, 0.0, -torch.inf), torch.where(full, 0.0, -1e30), full[:, 0]):
-        assert torch.equal(seen_tokens(mask), real)
-    for mask in (real[:, None, None], hidden[:, None, None]):
-        assert torch.equal(seen_tokens(mask), real)
-
-
-def test_a_global_token_of_longformer_is_not_the_only_real_one() -> None:
-    assert real_tokens(torch.tensor([[1e4, 0.0, 0.0]])).all()
-    assert real_tokens(torch.zeros(1, 3)).all()
-
-
-def test_a_mask_that_hides_each_token_from_itself_does_not_hide_the_last() -> None:
-    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(-1)
-    assert seen_tokens(mask).tolist() == [[False, True, True, True]]
 
 
 def test_masks_count_by_keyword_and_position_and_the_inner_one_first() -> None:
@@ -172,9 +137,26 @@ def test_padding_under_an_unknown_name_is_listed() -> None:
         assert torch.equal(kept(Named(), x, causal(REAL)), ALL)
     for visible in (causal(ALL), causal(ALL)[:1], torch.where(causal(ALL), 0.0, -torch.inf)):
         assert torch.equal(kept(Named(), x, visible), ALL)
+    with pytest.warns(RowsUnknown, match="its mask hides tokens from all"):
+        kept(Named(), x[:1], causal(REAL[:1]))
     with attention(model := Named(), rows="all") as recording:
         model(x, causal(REAL))
     assert recording.rows_unknown == {}
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
+def test_padding_that_a_module_hides_in_its_own_logits_is_listed(hidden: float) -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            logits = x @ x.mT + torch.where(mask, 0.0, hidden)
+            return (logits.softmax(-1) @ x)[:, 0]
+
+    x = random_normal(2, 1, 5, 4)
+    for rows in (slice(None), slice(0, 1)):
+        with pytest.warns(RowsUnknown, match="all rows of Own count, padded ones too: its mask hides tokens from all"):
+            assert torch.equal(kept(Own(), x[rows], causal(REAL)[rows]), ALL[rows])
+    for mask in (causal(ALL), causal(ALL)[:1], torch.tensor(True)):
+        assert torch.equal(kept(Own(), 30 * x, mask), ALL)
 
 
 def test_the_mask_of_another_sequence_says_nothing_of_the_queries() -> None:
@@ -263,7 +245,9 @@ def test_first_tokens_of_padded_and_numbered_sequences() -> None:
     assert (numbered[0][:4], numbered[1][1:]) == ([0, 0, 2, 2], [1, 2, 3, 3])
     cached = starts(masks, model, 1, 5, x[:, :1], attention_mask=REAL.flip(-1))
     assert cached == [[2], [0]]
-    assert starts(masks, model, 1, 3, x[:, :1], attention_mask=REAL.flip(-1)) is None  # a window of the cache
+    assert starts(masks, model, 1, 3, x[:, :1], attention_mask=REAL.flip(-1)) == [[0], [-2]]  # a window of the cache
+    assert starts(masks, model, 1, 3, x[:, :1], attention_mask=torch.ones(2, 5)) == [[-2], [-2]]
+    assert starts(masks, model, 5, 3, x, attention_mask=REAL.flip(-1)) is None  # keys that are no longer tokens
     causal = REAL.flip(-1).bool()[:, None, None] & torch.ones(5, 5, dtype=torch.bool).tril()
     assert starts(masks, model, 5, 5, x, attention_mask=causal) == [[2] * 5, [0] * 5]
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from joma.arguments import InputError
 from joma.watch import attention, switches
 from tiny_models import DECODERS, SIZES, with_large_weights
+from watch.generation import generate, step_by_step, window_model
+from watch.tiny_configs import tiny_model
 
 VOCABULARY = 10
 LENGTHS = st.lists(st.integers(1, 7), min_size=2, max_size=4)
@@ -267,3 +269,54 @@ def test_generation_with_padding_on_the_left(name: str, cache: str, beams: int) 
             torch.testing.assert_close(mean, expected.mean(1), atol=1e-5, rtol=0)
     count = batch[0][next(iter(batch[0]))].isnan().any(1).sum()
     assert count == 2 * (beams if batch[0][next(iter(batch[0]))].shape[0] > 2 else 1)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("lengths", [[3, 6], [1, 2]])
+def test_the_first_token_leaves_the_cache_of_a_sliding_window(
+    lengths: list[int], cache: str, implementation: str
+) -> None:
+    parts = sequences(lengths)
+    tokens, real = pad(parts, "left"), mask(parts, "left")
+    generation = generate(window_model(4), tokens, real, cache=cache, implementation=implementation)
+    recorded, expected = generation.rows("sink_mass")
+    torch.testing.assert_close(recorded, expected, atol=1e-5, rtol=0)
+    assert (expected == 0).any()
+    assert (expected > 0.1).any()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_first_token_behind_a_sliding_window_of_a_whole_cache(implementation: str) -> None:
+    tokens = pad(sequences([8, 8]), "left")
+    generation = step_by_step(window_model(4), tokens, 2, implementation=implementation)
+    torch.testing.assert_close(*generation.rows("sink_mass"), atol=1e-5, rtol=0)
+
+
+def own_mask_call(name: str, lengths: list[int]) -> Call:
+    """Return a batch whose padding is told by an argument of the model's own."""
+    parts = sequences(lengths)
+    if name == "xlm":
+        batch = {"input_ids": pad(parts, "right"), "lengths": torch.tensor(lengths)}
+    else:
+        batch = {"input_ids": pad(parts, "left"), "input_mask": 1.0 - mask(parts, "left")}
+    return batch, [{"input_ids": part[None]} for part in parts]
+
+
+@pytest.mark.parametrize("name", ["xlm", "xlnet"])
+def test_masks_of_other_names(name: str) -> None:
+    check(tiny_model(name), own_mask_call(name, [2, 7, 4]), layers=2)
+
+
+def test_sequences_that_are_shorter_than_a_block() -> None:
+    model = tiny_model("longt5", "LongT5EncoderModel", local_radius=8, encoder_attention_type="local")
+    parts = sequences([7, 3])
+    batch = {"input_ids": pad(parts, "right"), "attention_mask": mask(parts, "right")}
+    with torch.no_grad(), attention(model, reduce="none") as recording:
+        model(**batch)
+    expected = model(**batch, output_attentions=True).attentions
+    for entropy, weights in zip(recording.passes[0].values(), expected, strict=True):
+        kept = torch.nn.functional.pad(batch["attention_mask"], (0, 2)).bool()
+        assert torch.equal(~entropy.isnan().any(1), kept)
+        own = torch.special.entr(weights[:, 0].double()).sum(-1)
+        torch.testing.assert_close(entropy.double().transpose(1, 2)[kept], own.transpose(1, 2)[kept], atol=1e-5, rtol=0)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from joma.arguments import InputError, StateError, flag, instance
 from joma.probes.spectrum import state_ranks
 from joma.watch.blocks import find_blocks, first_free, named_modules
-from joma.watch.rows import RowMasks, RowsUnknown
+from joma.watch.module_hooks import Hooks, module_hooks
+from joma.watch.rows import RowMasks
 from joma.watch.switches import without_compilation, without_fast_path
 
 NORMS, RANKS = ("residual_rms", "residual_norm"), ("stable_rank", "participation_ratio")
@@ -46,7 +48,6 @@ class HiddenStates:
     Attributes:
         blocks: the names of the blocks.
         row_masks: the masks that the model's modules are called with; its `rows` are as given to `activations`.
-        rows_unknown: for each block whose rows the masks leave open, the reason; all its rows count.
         refused: the error that explains why an output was not recorded, the first one if there are several, or None.
     """
 
@@ -54,7 +55,7 @@ class HiddenStates:
         self._residual, self._ranks = flag("residual", residual), flag("ranks", ranks)
         if not self._residual and not self._ranks:
             raise InputError("residual`, `ranks", "True, at least one of them", "False for both", "set one of them")
-        self.row_masks, self.rows_unknown = RowMasks(rows), {}
+        self.row_masks = RowMasks(rows, remedy="give `rows` as a tensor [batch, token]")
         self._block_modules = find_blocks(model, blocks)
         self._widths = {name: block.widths for name, block in self._block_modules.items()}
         self._sequence_first = {name for name, block in self._block_modules.items() if block.is_sequence_first}
@@ -69,6 +70,11 @@ class HiddenStates:
         self._entry_modules: set[str] = set()  # modules that were called from outside during the current pass
         self._labels: set[str] = set()  # blocks that have been called during the current pass
         self._thread = threading.get_ident()
+
+    @property
+    def rows_unknown(self) -> dict[str, str]:
+        """For each block whose padded tokens the model's masks do not tell, the reason; all its tokens count."""
+        return self.row_masks.unknown
 
     def dataset(self) -> xr.Dataset:
         """Return the norms (pass, block) and the ranks (pass, block, stream); NaN for what was not called."""
@@ -98,7 +104,7 @@ class HiddenStates:
         passes = sum(map(bool, self._passes))
         return f"<{type(self).__name__} of {len(self.blocks)} blocks, {passes} pass{'es' * (passes != 1)}>"
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, *_: Any) -> None:
         """Note the call of a module.
 
         A new pass begins when a module that has been called from outside in this pass is called from outside again.
@@ -115,7 +121,7 @@ class HiddenStates:
             self._entry_modules.add(name)
         self._calls.append(_Call(name, self._new_label(name) if name in self._block_modules else None))
 
-    def _leave(self, name: str, output: object) -> None:
+    def _leave(self, name: str, _module: nn.Module, _inputs: Any, output: object) -> None:
         """Note that a module returns, or raises if `output` is None, and measure what it returns."""
         if not self._in_forward_pass() or all(call.name != name for call in self._calls):
             return
@@ -238,45 +244,18 @@ def activations(
     with ExitStack() as stack:
         stack.enter_context(without_fast_path(modules))
         stack.enter_context(without_compilation(modules))
-        stack.enter_context(_hooks(model, recording))  # before those of the masks, which forget a call at its end
-        stack.enter_context(_row_masks(model, recording))
+        stack.enter_context(module_hooks(_hooks(model, recording)))  # before the masks', which forget a call at its end
+        stack.enter_context(recording.row_masks.hooks(named_modules(model)))
         yield recording
 
 
-@contextmanager
-def _row_masks(model: nn.Module, recording: HiddenStates) -> Iterator[None]:
-    """Note the masks of the model's modules, and warn once of blocks whose rows they leave open."""
-    with recording.row_masks.hooks(named_modules(model)):
-        yield
-        recording.rows_unknown, recording.row_masks.unknown = recording.row_masks.unknown, {}
-    if recording.rows_unknown:
-        names, reason = list(recording.rows_unknown), next(iter(recording.rows_unknown.values()))
-        message = f"all tokens of {', '.join(names[:4])}{' …' * (len(names) > 4)} count, padded ones too: {reason}"
-        warnings.warn(f"{message}; give `rows` as a tensor [batch, token].", RowsUnknown, stacklevel=5)
-
-
-@contextmanager
-def _hooks(model: nn.Module, recording: HiddenStates) -> Iterator[None]:
-    """Register hooks on the blocks, their attention (for the ranks), and all modules that contain a block."""
-    blocks, handles = recording._block_modules, []
+def _hooks(model: nn.Module, recording: HiddenStates) -> Iterator[Hooks]:
+    """Yield hooks for the blocks, their attention (for the ranks), and all modules that contain a block."""
+    blocks = recording._block_modules
     outer = {name.rsplit(".", count)[0] for name in blocks for count in range(1, name.count(".") + 1)} | {""}
-    try:
-        for name, module in named_modules(model).items():
-            if name not in recording._attention and name not in outer and name not in blocks:
-                continue
-
-            def enter(*_: Any, name: str = name) -> None:
-                recording._enter(name)
-
-            def leave(_module: nn.Module, _args: Any, output: object, name: str = name) -> None:
-                recording._leave(name, output)
-
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    for name, module in named_modules(model).items():
+        if name in recording._attention or name in outer or name in blocks:
+            yield Hooks(module, partial(recording._enter, name), partial(recording._leave, name))
 
 
 def _first_tensor(output: object) -> Tensor | None:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from joma.arguments import InputError, short_reason
 from joma.probes.summary import AttentionCall, summary_rows
+from joma.watch.empty_keys import without_empty_keys
 from joma.watch.flex import flex_call
 from joma.watch.layouts import attends_globally, fits, in_order, layout
 from joma.watch.recording import Recording
@@ -88,13 +89,8 @@ class Interceptor(TorchFunctionMode):
         with _without_autocast(tensor.device.type):
             for options in {recording.options: None for recording in active}:
                 recordings = [recording for recording in active if recording.options == options]
-                names, top, _, precision = options
                 try:
-                    sinks = recordings[0].sinks
-                    if isinstance(sinks, int) and sinks == 0 and "sink_mass" in names:
-                        first = (recording.first_tokens(call, keys) for recording in recordings)
-                        sinks = next((tokens for tokens in first if tokens is not None), 0)
-                    rows = summary_rows(call, names, top=top, sinks=sinks, precision=precision)
+                    rows = _rows(call, recordings, keys)
                 except (InputError, RuntimeError) as cause:  # if torch cannot compute it either, the call itself fails
                     for recording in recordings:
                         recording.refuse(_input_error(cause), (depths or {}).get(recording, 0))
@@ -206,6 +202,27 @@ class Interceptor(TorchFunctionMode):
             return
         logits, sinks = attention_logits(use, heads)
         self.measure(AttentionCall(logits=logits, sink_logits=sinks), depths)
+
+
+def _rows(call: AttentionCall, recordings: list[Recording], keys: Any) -> dict[str, Tensor]:
+    """Return the measures of a call for recordings of the same options.
+
+    The weight of a first token that a cache has dropped is 0, and keys that a cache has not filled yet are no distance.
+    """
+    names, top, _, precision = recordings[0].options
+    sinks, first, excess = recordings[0].sinks, None, None
+    if isinstance(sinks, int) and sinks == 0 and "sink_mass" in names:
+        tokens = (recording.first_tokens(call, keys) for recording in recordings)
+        first = next((first for first in tokens if first is not None), None)
+        sinks = 0 if first is None else first.clamp_min(0)
+    if "distance" in names and not recordings[0].row_masks.reads_another:
+        call, excess = without_empty_keys(call, keys)
+    rows = summary_rows(call, names, top=top, sinks=sinks, precision=precision)
+    if first is not None:
+        rows["sink_mass"] = rows["sink_mass"] * (first >= 0)  # a row without keys stays NaN
+    if excess is not None:
+        rows["distance"] = rows["distance"] - excess
+    return rows
 
 
 def _input_error(cause: Exception) -> InputError:

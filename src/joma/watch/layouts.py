@@ -7,6 +7,10 @@ such a module a softmax of as many axes is attention, and any other softmax is n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from joma.watch.softmaxes import head_count
@@ -23,6 +27,8 @@ LAYOUTS = {
     "timm.models.nest.Attention": "bhnqk",
     "timm.models.vision_transformer_sam.Attention": "(bh)qk",
 }
+
+WITH_STREAMS = ("ProphetNetNgramSelfAttention", "ProphetNetDecoder")
 
 
 def layout(module: nn.Module) -> str | None:
@@ -59,3 +65,24 @@ def attends_globally(module: nn.Module, logits: Tensor) -> bool:
     """Whether a module with a sliding window also attends to global tokens: the logits have keys beyond the window."""
     window = getattr(module, "one_sided_attn_window_size", None)
     return window is not None and (logits.ndim == 3 or logits.shape[-1] > 2 * window + 1)
+
+
+def rearranged_rows(
+    real: Bool[Tensor, "sequence position"], modules: Mapping[str, nn.Module], layer: str, shape: tuple[int, int]
+) -> Bool[Tensor, "batch query"] | None:
+    """Return the real tokens in the order of a layer's rows [batch, query], in modules that rearrange them, or None.
+
+    LongT5 fills a sequence that is shorter than a block up to the block. ProphetNet has a stream for the tokens and
+    `ngram` streams of predictions: its self-attention takes those as batch, its cross attention all as one sequence.
+    """
+    name = layer.partition("[")[0]
+    if getattr(modules.get(name), "block_len", None) == shape[1] and len(real) == shape[0]:
+        return nn.functional.pad(real, (0, shape[1] - real.shape[1])) if real.shape[1] < shape[1] else None
+    names = ("", *(name.rsplit(".", count)[0] for count in range(name.count(".") + 1)))
+    above: Any = [module for module in map(modules.get, names) if type(module).__name__ in WITH_STREAMS]
+    streams: int = above[0].ngram if above else 0
+    if streams and shape == (len(real) * streams, real.shape[1]):
+        return real.repeat_interleave(streams, dim=0)
+    if streams and shape == (len(real), real.shape[1] * (1 + streams)):
+        return real.repeat(1, 1 + streams)
+    return None

@@ -216,8 +216,8 @@ class Recording(RecordingViews):
         """The modules that are being called, the outermost first."""
         return tuple(self._call_stack)
 
-    def enter(self, name: str, module: nn.Module, kind: Kind | None = None, inputs: tuple[Any, ...] = ()) -> None:
-        """Note the call of a module; `kind` says what kind of attention it seems to be.
+    def enter(self, name: str, kind: Kind | None, module: nn.Module, inputs: tuple[Any, ...] = ()) -> None:
+        """Note the call of a module of a layer; `kind` says what kind of attention it seems to be.
 
         A new pass begins when a module that has been called from outside in this pass is called from outside again.
         """
@@ -236,8 +236,9 @@ class Recording(RecordingViews):
             self._entry_modules.add(name)
         self._call_stack.append(Frame(name, module, kind, inputs))
 
-    def leave(self, failed: bool = False) -> None:
-        """Note the return from a module; when the outermost one returns, reduce what is pending."""
+    def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Note the return from a module, or its error if `output` is None; after the outermost, reduce the pending."""
+        failed = output is None
         if self._in_forward_pass() and self._call_stack:
             frame = self._call_stack[-1]
             if frame.kind is not None and not frame.explained and not failed:
@@ -276,7 +277,7 @@ class Recording(RecordingViews):
             warnings.warn(f"attention that cannot be measured is not recorded: {error}", stacklevel=6)
 
     def first_tokens(self, call: AttentionCall, keys: int) -> Int[Tensor, "batch 1 query"] | None:
-        """Return the first key of each row's own sequence, or None if it is key 0 everywhere."""
+        """Return the first key of each row's own sequence, negative if dropped; None if it is key 0 everywhere."""
         tensor = call.query if call.logits is None else call.logits
         if not isinstance(tensor, Tensor) or tensor.ndim != 4:
             return None
@@ -294,7 +295,7 @@ class Recording(RecordingViews):
         batch, _, queries = next(iter(values.values())).shape
         rows = self.row_masks.rows_for(label, batch, queries)
         if rows is None:
-            self.row_masks.suspect(label, call.mask, batch, queries)
+            self.row_masks.suspect(label, call, batch, queries)
         self._pending[label] = _Pending(values, rows)
         for listener in self.listeners:
             listener(label, call)

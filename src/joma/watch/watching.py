@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from joma.probes.summary import Sinks
 from joma.watch.blocks import layer_names
 from joma.watch.flash import rebound
 from joma.watch.interception import interception, measured_function
+from joma.watch.module_hooks import Hooks, module_hooks
 from joma.watch.recording import DEFAULT_MEASURES, Recording
 from joma.watch.registry import wrapped_registry
 from joma.watch.switches import without_compilation, without_fast_path
-from joma.watch.unseen import Kind, attention_kind
+from joma.watch.unseen import attention_kind
 
 
 def check_model(model: Any) -> nn.Module:
@@ -100,32 +102,16 @@ def attention(
         stack.enter_context(rebound({type(module).__module__ for module in modules.values()}, measured_function))
         layers = layer_names(modules)
         stack.enter_context(recording.row_masks.hooks({layers[name]: module for name, module in modules.items()}))
-        stack.enter_context(_hooks({name: (layers[name], module) for name, module in modules.items()}, recording))
+        stack.enter_context(module_hooks(_hooks(modules, layers, recording)))
         stack.enter_context(interception(recording))
         yield recording
     recording.close()
     recording.check_seen()
 
 
-@contextmanager
-def _hooks(modules: Mapping[str, tuple[str, nn.Module]], recording: Recording) -> Iterator[None]:
-    """Register hooks that notify `recording` when each module, here with its layer's name, is entered and left."""
-    handles = []
-    try:
-        for name, (layer, module) in modules.items():
-            if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
-                continue  # torch's elementary layers (linear maps, norms, …) do not call attention
-            kind = attention_kind(module)
-
-            def enter(module: nn.Module, args: Any, layer: str = layer, kind: Kind | None = kind) -> None:
-                recording.enter(layer, module, kind, args)
-
-            def leave(_module: nn.Module, _args: Any, result: Any) -> None:
-                recording.leave(failed=result is None)
-
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _hooks(modules: Mapping[str, nn.Module], layers: Mapping[str, str], recording: Recording) -> Iterator[Hooks]:
+    """Yield hooks that notify `recording` when a module is entered and left, with the name of its layer."""
+    for name, module in modules.items():
+        if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
+            continue  # torch's elementary layers (linear maps, norms, …) do not call attention
+        yield Hooks(module, partial(recording.enter, layers[name], attention_kind(module)), recording.leave)

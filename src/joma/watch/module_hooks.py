@@ -1,0 +1,47 @@
+"""Hooks on modules, for as long as a context is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Hooks(NamedTuple):
+    """What is called before and after each call of a module.
+
+    Attributes:
+        module: the module.
+        enter: called with the module and its positional arguments, and with a dictionary of the others if `kwargs`.
+        leave: called with the module, its positional arguments and its output, which is None if it raises an error.
+        kwargs: whether `enter` takes the keyword arguments.
+    """
+
+    module: nn.Module
+    enter: Callable[..., None]
+    leave: Callable[..., None]
+    kwargs: bool = False
+
+
+@contextmanager
+def module_hooks(hooks: Iterable[Hooks]) -> Iterator[None]:
+    """Register hooks on modules: `enter` runs before all other hooks of its module, `leave` also after an error.
+
+    >>> names, layer = [], nn.Identity()
+    >>> with module_hooks([Hooks(layer, lambda *_: names.append("in"), lambda *_: names.append("out"))]):
+    ...     layer(1), layer(2)
+    (1, 2)
+    >>> layer(3), names
+    (3, ['in', 'out', 'in', 'out'])
+    """
+    handles: list[Any] = []
+    try:
+        for module, enter, leave, kwargs in hooks:
+            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=kwargs))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
