@@ -80,8 +80,9 @@ def test_two_causal_layers_with_uniform_attention_weight_positions_by_harmonic_s
 
 @pytest.mark.parametrize("norm", TABLE["norm"])
 @pytest.mark.parametrize("layers", [2, 4])
-def test_with_two_causal_layers_every_order_but_the_same_one_changes_the_prediction(layers, norm):
-    model = decoder(5, layers=layers, norm=norm)
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_with_two_causal_layers_every_order_but_the_same_one_changes_the_prediction(layers, norm, activation):
+    model = decoder(5, layers=layers, norm=norm, activation=activation)
     spread = permutation_gap(model, TOKENS[None]).spread
     with torch.no_grad():
         logits = model(TOKENS[ORDERS])[:, :, -1]
