@@ -13,14 +13,20 @@ MAX_FILE, MAX_BODY, MAX_PARAMETERS = 500, 40, 8
 # Functions with more parameters than eight, each with the reason.
 TRITON = "a Triton kernel: its parameters are pointers, sizes and compile-time constants, which cannot be grouped"
 ATTENTION = "the arguments of attention, under our names and torch's, which users pass by name"
+OPERATOR = "an operator of torch: its arguments are tensors and numbers, which cannot be grouped"
 MANY_PARAMETERS = {
     "kernels/entropy_triton.py: _kernel": TRITON,
     "kernels/entropy_triton.py: _step": TRITON,
     "kernels/entropy_triton.py: query_block": TRITON,
     "kernels/entropy_triton.py: tile_scores": TRITON,
+    "kernels/head_triton.py: _excess": TRITON,
+    "kernels/short.py: _backward": OPERATOR,
+    "kernels/short.py: _forward": OPERATOR,
     "kernels/short_triton.py: _backward": TRITON,
     "kernels/short_triton.py: _forward": TRITON,
     "kernels/short_triton.py: _load_biased": TRITON,
+    "kernels/short_triton.py: _retained": TRITON,
+    "kernels/short_triton.py: _weights": TRITON,
     "kernels/summary_triton.py: _insert": TRITON,
     "kernels/summary_triton.py: _key_score": TRITON,
     "kernels/summary_triton.py: _search_kernel": TRITON,
@@ -38,7 +44,9 @@ MANY_PARAMETERS = {
 TESTED_ELSEWHERE = {
     "__main__": "train/test_interrupt",
     "lazy": "test_surface",
+    "kernels/head_triton": "kernels/test_head",
     "kernels/short_triton": "kernels/test_short",
+    "kernels/table_triton": "kernels/test_table",
     "train/cuda": "train/test_cuda",
     "train/options": "train/test_loop",
     "train/packed": "train/test_optimiser",

@@ -26,7 +26,7 @@ _WORD = 0xFFFFFFFF  # the largest 32-bit word, and the mask that reduces a numbe
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_KEYS = 2**20  # of one call of `split`
 # The second multiplier is above 2³¹; modulo 2³² the negative number is the same.
-_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B - 2**32
+FIRST_MULTIPLIER, SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def check_generators(generators: Sequence[torch.Generator]) -> Sequence[torch.Generator]:
@@ -173,10 +173,10 @@ def _fold(words: Tensor, number: Tensor | int) -> Tensor:
 def _mix(words: Tensor) -> Tensor:
     """Scramble 32-bit words in place: each bit of the result depends on every bit of the word."""
     words ^= words >> 16
-    words *= _FIRST_MULTIPLIER
+    words *= FIRST_MULTIPLIER
     words &= _WORD
     words ^= words >> 15
-    words *= _SECOND_MULTIPLIER
+    words *= SECOND_MULTIPLIER
     words &= _WORD
     words ^= words >> 16
     return words

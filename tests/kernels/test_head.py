@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from joma.kernels import head
 from joma.kernels.head import surprisal
 
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
 PASSES = {
     "by seed": (head._forward_by_seed, head._backward_by_seed),
     "at once": (head._forward_at_once, head._backward_at_once),
@@ -43,7 +45,7 @@ def test_value_and_gradients(way, seed, vocabulary, scale, shared):
     expected = by_log_softmax(*inputs, target)
     expected_gradients = torch.autograd.grad((expected * factors).sum(), inputs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "_passes", lambda _: PASSES[way])
+        patch.setattr(head, "_passes", lambda *_: PASSES[way])
         patch.setattr(head, "CACHED_LOGITS", 2 * vocabulary)
         nats = surprisal(*inputs, target)
         gradients = torch.autograd.grad((nats * factors).sum(), inputs)
@@ -57,3 +59,35 @@ def test_value_and_gradients(way, seed, vocabulary, scale, shared):
 def test_a_target_of_vanishing_probability_costs_the_difference_of_the_logits():
     x, weight = torch.ones(1, 1, 1, 1), torch.tensor([[[0.0, -500.0]]])
     assert surprisal(x, weight, torch.zeros(1, 2), torch.tensor([[1]])).item() == pytest.approx(500.0)
+
+
+@cuda
+@pytest.mark.parametrize("vocabulary", [1_024, 5_003, 28_782])
+def test_the_kernel_is_exact_up_to_the_rounding_of_half_precision(vocabulary):
+    inputs, target, factors = draw_inputs(3, vocabulary, 1.0)
+    inputs = [tensor.detach().to("cuda", torch.bfloat16).float().requires_grad_() for tensor in inputs]
+    target, factors = target.cuda(), factors.cuda()
+    expected = by_log_softmax(*(tensor.double() for tensor in inputs), target)
+    expected_gradients = torch.autograd.grad((expected * factors).sum(), inputs)
+    with torch.autocast("cuda", torch.bfloat16):
+        nats = surprisal(*inputs, target)
+    gradients = torch.autograd.grad((nats * factors).sum(), inputs)
+    torch.testing.assert_close(nats.double(), expected, rtol=0, atol=0.1)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert gradient.is_contiguous()
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=0.05)
+
+
+@cuda
+def test_the_kernel_gives_what_the_compiled_pass_gives():
+    (x, weight, bias), target, _ = draw_inputs(4, 3_000, 1.0)
+    arguments = [tensor.detach().float().cuda() for tensor in (x.flatten(1, 2), weight, bias)]
+    target = target.flatten(1).cuda()
+    options = {"dtype": torch.bfloat16, "gradients": True}
+    by_kernel = head._forward_by_kernel(*arguments, target, **options)
+    compiled = torch.compile(head._forward_at_once)(*arguments, target, **options)
+    torch.testing.assert_close(
+        by_kernel[0], compiled[0], rtol=0, atol=2e-2
+    )  # logits are rounded before the bias is added
+    torch.testing.assert_close(by_kernel[3].float(), compiled[3].float(), rtol=0, atol=2e-2)
+    assert not by_kernel[3][..., 3_000:].any()

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from joma.kernels.short import MAX_POSITIONS, fits, short_attention
+from joma import noise
+from joma.kernels.short import MAX_POSITIONS, WeightDropout, fits, short_attention
 from joma.models.transformer import Decoder, DecoderConfig
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -25,13 +26,25 @@ def causal_mask(queries: int, keys: int, **kind) -> torch.Tensor:
     return mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(1), torch.finfo(mask.dtype).min)[-queries:]
 
 
-def plain_attention(query, key, value, mask, heads):
-    """Softmax attention, one head after the other."""
-    outputs = []
-    for q, k, v in zip(*(x.chunk(heads, dim=-1) for x in (query, key, value)), strict=True):
-        scores = torch.einsum("bsqd,bskd->bsqk", q, k) / q.shape[-1] ** 0.5 + mask
-        outputs.append(torch.einsum("bsqk,bskd->bsqd", torch.softmax(scores, dim=-1), v))
+def plain_attention(query, key, value, mask, heads, *, dropout=None):
+    """Softmax attention, one head after the other; the mask has no axis of heads."""
+    parts = [*zip(*(x.chunk(heads, dim=-1) for x in (query, key, value)), strict=True)]
+    scores = [torch.einsum("bsqd,bskd->bsqk", q, k) / q.shape[-1] ** 0.5 + mask for q, k, _ in parts]
+    weights = torch.stack([torch.softmax(score, dim=-1) for score in scores], dim=2)
+    if dropout is not None:
+        weights = noise.dropout(weights, dropout.p, key=dropout.key, site=dropout.site)
+    outputs = [torch.einsum("bsqk,bskd->bsqd", weights[:, :, head], v) for head, (_, _, v) in enumerate(parts)]
     return torch.cat(outputs, dim=-1)
+
+
+def weight_dropout(p, device="cpu"):
+    return WeightDropout(p, noise.key(torch.tensor([5, 9], device=device), 3), site=1)
+
+
+def masks_of_samples(mask, axes, seed=0):
+    """The mask with another number added to each key of each sample, [*axes, 1, query, key]."""
+    shift = torch.randn((*axes, 1, 1, mask.shape[-1]), generator=torch.Generator().manual_seed(seed)).to(mask)
+    return (mask + shift).clamp_min(torch.finfo(mask.dtype).min)
 
 
 def draw_biases(seed, width, **kind):
@@ -45,14 +58,25 @@ def add_biases(inputs, biases):
 SIZES = st.integers(1, 7).flatmap(lambda keys: st.tuples(st.integers(1, keys), st.just(keys)))
 
 
-@settings(max_examples=25)
-@given(seed=st.integers(0, 1000), sizes=SIZES, heads=st.integers(1, 3), part=st.integers(1, 4), biased=st.booleans())
-def test_values_and_gradients_are_those_of_softmax_attention(seed, sizes, heads, part, biased):
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 1000),
+    sizes=SIZES,
+    heads=st.integers(1, 3),
+    part=st.integers(1, 4),
+    biased=st.booleans(),
+    p=st.sampled_from([None, 0.2, 0.5]),
+    axes=st.sampled_from([None, (3,), (2, 3)]),
+)
+def test_values_and_gradients_are_those_of_softmax_attention(seed, sizes, heads, part, biased, p, axes):  # noqa: PLR0917
     (queries, keys), mask = sizes, causal_mask(*sizes, dtype=torch.float64)
+    mask = mask if axes is None else masks_of_samples(mask, axes, seed)
+    dropout = None if p is None else weight_dropout(p)
     inputs = [x.requires_grad_() for x in draw_inputs(seed, queries, keys, heads, part)]
     biases = draw_biases(seed, heads * part).requires_grad_() if biased else None
-    output = short_attention(*inputs, mask, heads=heads, biases=biases)
-    expected = plain_attention(*add_biases(inputs, biases), mask, heads)
+    output = short_attention(*inputs, mask, heads=heads, biases=biases, dropout=dropout)
+    same_for_heads = mask if axes is None else mask.squeeze(-3)
+    expected = plain_attention(*add_biases(inputs, biases), same_for_heads, heads, dropout=dropout)
     inputs = inputs if biases is None else [*inputs, biases]
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     factors = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -63,9 +87,10 @@ def test_values_and_gradients_are_those_of_softmax_attention(seed, sizes, heads,
 
 def test_the_operator_keeps_what_it_promises_the_compiler():
     inputs = [x.requires_grad_() for x in draw_inputs(0, 3, 5, 2, 4)]
+    biases, dropout = draw_biases(0, 8).requires_grad_(), weight_dropout(0.2)
     results = torch.library.opcheck(
         torch.ops.joma.short_attention.default,
-        (*inputs, causal_mask(3, 5, dtype=torch.float64), draw_biases(0, 8).requires_grad_(), 2),
+        (*inputs, causal_mask(3, 5, dtype=torch.float64), biases, dropout.key, 2, dropout.p, dropout.site),
     )
     assert set(results.values()) == {"SUCCESS"}
 
@@ -83,23 +108,35 @@ def test_the_kernel_is_for_few_positions_in_half_precision_on_cuda():
 @cuda
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "part"),
-    [(11, 11, 6, 64), (4, 11, 6, 64), (1, 8, 2, 16), (38, 38, 2, 64), (4, 38, 1, 128)],
+    [
+        (11, 11, 6, 64),
+        (4, 11, 6, 64),
+        (1, 8, 2, 16),
+        (38, 38, 2, 64),
+        (4, 38, 1, 128),
+        (35, 35, 1, 200),
+        (1, 12, 1, 1024),
+    ],
 )
-@pytest.mark.parametrize("biased", [False, True])
-def test_the_kernel_is_exact_up_to_the_rounding_of_half_precision(queries, keys, heads, part, biased):
+@pytest.mark.parametrize(("biased", "p", "axes"), [(False, None, None), (True, 0.2, (3,)), (True, 0.5, (2, 3))])
+def test_the_kernel_is_exact_up_to_the_rounding_of_half_precision(queries, keys, heads, part, biased, p, axes):  # noqa: PLR0917
     kind = {"dtype": torch.bfloat16, "device": "cuda"}
     inputs = [x.requires_grad_() for x in draw_inputs(1, queries, keys, heads, part, **kind)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     mask = causal_mask(queries, keys, dtype=torch.float32, device="cuda")
     biases = draw_biases(2, heads * part, dtype=torch.float32, device="cuda") / 4 if biased else None
-    output = short_attention(*inputs, mask, heads=heads, biases=biases)
-    expected = plain_attention(*add_biases(exact, biases), mask.double(), heads)
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-2)
+    mask = mask if axes is None else masks_of_samples(mask, axes)
+    dropout = None if p is None else weight_dropout(p, "cuda")
+    output = short_attention(*inputs, mask, heads=heads, biases=biases, dropout=dropout)
+    same_for_heads = (mask if axes is None else mask.squeeze(-3)).double()
+    expected = plain_attention(*add_biases(exact, biases), same_for_heads, heads, dropout=dropout)
+    scale = 1 if p is None else 1 / (1 - p)  # dropout multiplies what it retains, and its rounding
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-2 * scale)
     factors = torch.randn_like(output)
     gradients = torch.autograd.grad(output, inputs, factors)
     expected_gradients = torch.autograd.grad(expected, exact, factors.double())
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=0, atol=6e-2)
+        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=0, atol=6e-2 * scale)
 
 
 @cuda

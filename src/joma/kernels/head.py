@@ -5,7 +5,8 @@ With l = x W + b and p = softmax(l), all that the gradients need of the logits i
     ∂/∂x = g ∘ (e Wᵀ),    ∂/∂W = (g ∘ x)ᵀ e,    ∂/∂b = Σ g e,
 
 where g is the gradient of the result. So the forward pass overwrites the logits with e, and allocates nothing else of
-their size. There are two ways to compute this: one seed after the other (CPU) and all seeds at once (compiled, CUDA).
+their size. There are three ways to compute this: one seed after the other (CPU), all seeds at once (compiled, CUDA),
+and the same with one kernel for the rows of logits (half precision on CUDA, rows that a program holds at once).
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from joma.kernels.gpu import HALF, TRITON
+
+ROW_MULTIPLE = 64  # a length of rows that suits the tensor cores
 MIN_COMPILED_VOCABULARY = 1024  # below that, compiling the head does not pay off on CUDA
+MAX_KERNEL_VOCABULARY = 1 << 16  # tokens of a row that one program of the kernel holds
 CACHED_LOGITS = 1 << 19  # logits that the CPU overwrites by their excess at once, while they are in its cache
 
 Flat = Float[Tensor, "seed sample width"]
@@ -58,7 +63,8 @@ class _Surprisal(torch.autograd.Function):
         gradients = any(ctx.needs_input_grad)
         dtype = torch.bfloat16 if x.is_cuda and torch.is_autocast_enabled("cuda") else x.dtype
         ctx.vocabulary = weight.shape[-1]
-        nats, *saved = _passes(x)[0](x, weight, bias, target, dtype=dtype, gradients=gradients)
+        forward, _ = _passes(x, ctx.vocabulary, dtype)
+        nats, *saved = forward(x, weight, bias, target, dtype=dtype, gradients=gradients)
         if gradients:
             ctx.save_for_backward(*saved)
         return nats
@@ -67,14 +73,33 @@ class _Surprisal(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Float[Tensor, "seed sample"]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, excess = ctx.saved_tensors
-        return *_passes(x)[1](g, x, weight, excess, ctx.vocabulary), None
+        _, backward = _passes(x, ctx.vocabulary, x.dtype)
+        return *backward(g, x, weight, excess, ctx.vocabulary), None
 
 
-def _passes(x: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the forward and the backward pass for the device of x."""
+def _passes(x: Tensor, vocabulary: int, dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the forward and the backward pass for the device, the vocabulary and the dtype of the products."""
     if not x.is_cuda:
         return _forward_by_seed, _backward_by_seed
-    return torch.compile(_forward_at_once), torch.compile(_backward_at_once)
+    use_kernel = TRITON and dtype in HALF and vocabulary <= MAX_KERNEL_VOCABULARY
+    return _forward_by_kernel if use_kernel else torch.compile(_forward_at_once), torch.compile(_backward_at_once)
+
+
+def _forward_by_kernel(
+    x: Flat, weight: Weight, bias: Bias, target: Tensor, *, dtype: torch.dtype, gradients: bool
+) -> tuple[Tensor, ...]:
+    """Return the same as `_forward_at_once`: one kernel reads each row of logits once and writes its excess."""
+    from joma.kernels import head_triton  # triton comes with PyTorch for CUDA only
+
+    x, weight = x.to(dtype), torch.compile(_padded)(weight, dtype)
+    logits = torch.bmm(x, weight)
+    nats = head_triton.excess(logits, bias, target, write=gradients)
+    return (nats, x, weight, logits) if gradients else (nats,)
+
+
+def _padded(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Return the weight with columns of zeros added, up to a length that suits the tensor cores."""
+    return F.pad(weight.to(dtype), (0, -weight.shape[-1] % ROW_MULTIPLE))
 
 
 def _forward_at_once(
@@ -84,8 +109,8 @@ def _forward_at_once(
 
     Rows are padded with tokens of probability zero to a length that suits the tensor cores.
     """
-    padding = -weight.shape[-1] % 64
-    x, weight = x.to(dtype), F.pad(weight.to(dtype), (0, padding))
+    x, weight = x.to(dtype), _padded(weight, dtype)
+    padding = weight.shape[-1] - bias.shape[-1]
     logits = (x @ weight).to(bias.dtype) + F.pad(bias, (0, padding), value=-math.inf)[:, None]
     total = logits.logsumexp(dim=-1, keepdim=True)
     nats = (total - logits.gather(-1, target[..., None]))[..., 0]
@@ -103,8 +128,10 @@ def _backward_at_once(
     ratio, width = (g / size)[..., None], x.shape[-1]
     inputs = torch.cat([ratio * x, ratio], dim=-1)  # the bias has input 1: its gradient is a row of the same product
     inputs = F.pad(inputs, (0, -inputs.shape[-1] % 8)).to(x.dtype)
-    grad_head = size[..., None] * (inputs.mT @ excess)[..., :vocabulary]
-    return g[..., None] * (excess @ weight.mT), grad_head[:, :width], grad_head[:, width]
+    grad_head = (inputs.mT @ excess)[..., :vocabulary]
+    # Separate tensors: autograd would copy a part of a larger one.
+    grad_weight, grad_bias = size[..., None] * grad_head[:, :width], size * grad_head[:, width]
+    return g[..., None] * (excess @ weight.mT), grad_weight, grad_bias
 
 
 def _forward_by_seed(

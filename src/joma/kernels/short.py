@@ -4,91 +4,135 @@ Products of 11 by 11 numbers are too small for the libraries' batched products, 
 and after each. One kernel reads queries, keys and values as the projections write them, adds their biases, and
 writes what the next product reads; the backward pass computes the weights again:
 
-    p = softmax(q kᵀ/√d + mask),   o = p v,
-    ds = p ∘ (do vᵀ − Σ p ∘ do vᵀ),   dq = ds k/√d,   dk = dsᵀ q/√d,   dv = pᵀ do
+    p = softmax(q kᵀ/√d + mask),   o = (r ∘ p) v,   dp = r ∘ (do vᵀ),
+    ds = p ∘ (dp − Σ p ∘ dp),   dq = ds k/√d,   dk = dsᵀ q/√d,   dv = (r ∘ p)ᵀ do
 
+where r is 1, or the factors of dropout on the weights, which `joma.noise` defines.
 On the CPU the same operator runs as plain tensor code, and the tests compare the kernel with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from joma.kernels.gpu import HALF, TRITON
+from joma.noise import dropout
 
 MAX_POSITIONS = 64
-_HEAD_WIDTHS = (16, 32, 64, 128)
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? biases"
+MIN_HEAD_WIDTH, MAX_HEAD_WIDTH = 16, 1024
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? biases, Tensor? noise"
+_OPTIONS = "int heads, float p, int site"
 
 Keys = Float[Tensor, "seed sample position width"]  # and values
 Queries = Float[Tensor, "seed sample query width"]
-Mask = Float[Tensor, "query position"]
+Mask = Float[Tensor, "*sample query position"]
 Biases = Float[Tensor, "3 seed width"]
 
 
 def fits(x: Keys, heads: int) -> bool:
-    """Return whether the kernel supports `x`: few positions, a known head width, half-precision products on CUDA."""
-    shape = x.shape[2] <= MAX_POSITIONS and x.shape[-1] // heads in _HEAD_WIDTHS
+    """Return whether the kernel supports `x`: few positions, an even head width, half-precision products on CUDA."""
+    part = x.shape[-1] // heads
+    shape = x.shape[2] <= MAX_POSITIONS and MIN_HEAD_WIDTH <= part <= MAX_HEAD_WIDTH and part % 8 == 0
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     return TRITON and x.is_cuda and dtype in HALF and shape
 
 
+class WeightDropout(NamedTuple):
+    """Dropout on the attention weights: the arguments of `joma.noise.dropout`."""
+
+    p: float
+    key: Int[Tensor, "2 seed"]
+    site: int
+
+
 def short_attention(
-    query: Queries, key: Keys, value: Keys, mask: Mask, *, heads: int, biases: Biases | None = None
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    mask: Mask,
+    *,
+    heads: int,
+    biases: Biases | None = None,
+    dropout: WeightDropout | None = None,
 ) -> Queries:
     """Return softmax(q kᵀ/√d + mask) v for each head.
 
     Args:
         query, key, value: heads one after the other along the last axis; there may be fewer queries than keys.
-        mask: what is added to the scores of every head, the least finite number for keys that must not be seen. It gets
-            no gradient.
+        mask: what is added to the scores of every head, the least finite number for keys that must not be seen;
+            [query, key], [sample, 1, query, key] or [seed, sample, 1, query, key]. It gets no gradient.
         heads: number of heads.
         biases: of queries, keys and values, to which they are added.
+        dropout: on the weights, after the softmax.
 
     >>> value = torch.tensor([[[[1.0], [3.0]]]])
     >>> short_attention(torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 2, 1), value, torch.zeros(1, 2), heads=1)
     tensor([[[[2.]]]])
     """
-    return torch.ops.joma.short_attention(query, key, value, mask, biases, heads)
+    p, noise, site = (0.0, None, 0) if dropout is None else dropout
+    return torch.ops.joma.short_attention(query, key, value, mask, biases, noise, heads, p, site)
 
 
 @torch.library.custom_op(
     "joma::short_attention",
     mutates_args=(),
-    schema=f"({_INPUTS}, int heads) -> Tensor",
+    schema=f"({_INPUTS}, {_OPTIONS}) -> Tensor",
 )
 def _forward(  # noqa: PLR0917
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, biases: Tensor | None, heads: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    biases: Tensor | None,
+    noise: Tensor | None,
+    heads: int,
+    p: float,
+    site: int,
 ) -> Tensor:
+    options = {"heads": heads, "p": p, "site": site}
     if query.is_cuda:
         from joma.kernels import short_triton  # triton comes with PyTorch for CUDA only
 
-        return short_triton.forward(query, key, value, mask, biases, heads)
+        return short_triton.forward((query, key, value, mask), biases, noise, options)
     q, k, v = _split_heads((query, key, value), biases, heads)
-    return _join_heads(_weights(q, k, mask) @ v)
+    return _join_heads(_retained(_weights(q, k, mask), noise, p, site) @ v)
 
 
 @torch.library.custom_op(
     "joma::short_attention_backward",
     mutates_args=(),
-    schema=f"({_INPUTS}, Tensor grad_output, int heads) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_INPUTS}, Tensor grad_output, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(  # noqa: PLR0917
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, biases: Tensor | None, grad_output: Tensor, heads: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    biases: Tensor | None,
+    noise: Tensor | None,
+    grad_output: Tensor,
+    heads: int,
+    p: float,
+    site: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda:
         from joma.kernels import short_triton
 
-        return short_triton.backward(query, key, value, mask, biases, grad_output, heads)
+        options = {"heads": heads, "p": p, "site": site}
+        return short_triton.backward((query, key, value, mask), biases, noise, grad_output, options)
     (q, k, v), (do,) = _split_heads((query, key, value), biases, heads), _split_heads((grad_output,), None, heads)
-    p, dp = _weights(q, k, mask), do @ v.mT
-    ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True)) * q.shape[-1] ** -0.5
-    return _join_heads(ds @ k), _join_heads(ds.mT @ q), _join_heads(p.mT @ do)
+    weights, dp = _weights(q, k, mask), _retained(do @ v.mT, noise, p, site)
+    ds = weights * (dp - (weights * dp).sum(dim=-1, keepdim=True)) * q.shape[-1] ** -0.5
+    return _join_heads(ds @ k), _join_heads(ds.mT @ q), _join_heads(_retained(weights, noise, p, site).mT @ do)
+
+
+def _retained(weights: Tensor, noise: Tensor | None, p: float, site: int) -> Tensor:
+    return weights if noise is None else dropout(weights, p, key=noise, site=site)
 
 
 def _split_heads(inputs: Sequence[Tensor], biases: Biases | None, heads: int) -> list[Tensor]:
@@ -107,33 +151,28 @@ def _weights(q: Tensor, k: Tensor, mask: Mask) -> Float[Tensor, "seed sample hea
 
 
 @_forward.register_fake
-def _(  # noqa: PLR0917
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, biases: Tensor | None, heads: int
-) -> Tensor:
-    del key, value, mask, biases, heads
+def _(query: Tensor, *_: Any) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
 @_backward.register_fake
-def _(  # noqa: PLR0917
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, biases: Tensor | None, grad_output: Tensor, heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    del mask, biases, grad_output, heads
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     return q, k, v
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    *tensors, ctx.heads = inputs
+    *tensors, ctx.heads, ctx.p, ctx.site = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, biases = ctx.saved_tensors
-    gradients = torch.ops.joma.short_attention_backward(*inputs, biases, grad_output, ctx.heads)
+    *inputs, biases, noise = ctx.saved_tensors
+    options = ctx.heads, ctx.p, ctx.site
+    gradients = torch.ops.joma.short_attention_backward(*inputs, biases, noise, grad_output, *options)
     grad_biases = None if biases is None else torch.stack([g.sum(dim=(1, 2), dtype=biases.dtype) for g in gradients])
-    return *gradients, None, grad_biases, None
+    return *gradients, None, grad_biases, *(None,) * 4
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)

@@ -1,4 +1,7 @@
-"""The kernels of `joma.kernels.short` in Triton: one program computes one head of one sample."""
+"""The kernels of `joma.kernels.short` in Triton: one program computes one head of one sample.
+
+Heads may be wider than what a program holds at once: products along the width of a head are added up in chunks.
+"""
 
 # No `from __future__ import annotations`: triton reads `tl.constexpr` from the annotations themselves.
 # pyright: basic, reportMissingImports=false
@@ -12,65 +15,95 @@ import triton.language as tl
 from torch import Tensor
 
 from joma.kernels.gpu import jit
+from joma.noise import FIRST_MULTIPLIER, SECOND_MULTIPLIER
 
 _MIN_BLOCK = 16  # the smallest side of a product on tensor cores
+_MAX_CHUNK = 128  # numbers along the width of a head that a program holds at once
+_FIRST, _SECOND = tl.constexpr(FIRST_MULTIPLIER), tl.constexpr(SECOND_MULTIPLIER % 2**32)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, biases: Tensor | None, heads: int) -> Tensor:
-    """Return the heads' outputs, shaped like the queries."""
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    output = torch.empty_like(query)
-    _launch(_forward, (query, key, value, mask.contiguous()), biases, (output,), heads)
+def forward(inputs: tuple[Tensor, ...], biases: Tensor | None, noise: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Return the heads' outputs, shaped like the queries; `inputs` are queries, keys, values and mask."""
+    output = torch.empty(inputs[0].shape, dtype=inputs[0].dtype, device=inputs[0].device)
+    _launch(_forward, inputs, biases, noise, (output,), options)
     return output
 
 
 def backward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, biases: Tensor | None, grad_output: Tensor, heads: int
+    inputs: tuple[Tensor, ...],
+    biases: Tensor | None,
+    noise: Tensor | None,
+    grad_output: Tensor,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
-    query, key, value, grad_output = query.contiguous(), key.contiguous(), value.contiguous(), grad_output.contiguous()
-    gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    _launch(_backward, (query, key, value, mask.contiguous()), biases, (grad_output, *gradients), heads)
-    return gradients
+    """Return the gradients of queries, keys and values; `inputs` are queries, keys, values and mask."""
+    query, key, value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs[:3])
+    _launch(_backward, inputs, biases, noise, (grad_output.contiguous(), query, key, value), options)
+    return query, key, value
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Return x with rows at equal distances, as it is where it has them: parts of one product need no copy."""
+    equal = x.stride(0) == x.stride(1) * x.shape[1] and x.stride(1) == x.stride(2) * x.shape[2]
+    return x if equal and x.stride(3) == 1 else x.contiguous()
 
 
 def _launch(
-    kernel: Any, inputs: tuple[Tensor, ...], biases: Tensor | None, others: tuple[Tensor, ...], heads: int
+    kernel: Any,
+    inputs: tuple[Tensor, ...],
+    biases: Tensor | None,
+    noise: Tensor | None,
+    others: tuple[Tensor, ...],
+    options: dict[str, Any],
 ) -> None:
-    (seeds, samples, queries, width), keys = inputs[0].shape, inputs[1].shape[2]
+    query, key, value, mask = *map(_in_rows, inputs[:3]), inputs[3].contiguous()
+    (seeds, samples, queries, width), keys, heads = query.shape, key.shape[2], options["heads"]
     part = width // heads
+    chunk = min(_MAX_CHUNK, triton.next_power_of_2(part))
     rows, columns = (max(_MIN_BLOCK, triton.next_power_of_2(length)) for length in (queries, keys))
-    with torch.cuda.device(inputs[0].device):
+    with torch.cuda.device(query.device):
         kernel[(seeds * samples * heads,)](
-            *inputs,
-            inputs[0] if biases is None else biases.contiguous(),
+            *(query, key, value, mask),
+            query if biases is None else biases.contiguous(),
+            query if noise is None else noise.contiguous(),
             *others,
+            *(x.stride(2) for x in (query, key, value)),
             seeds,
             samples,
             heads,
             queries,
             keys,
+            mask.numel() // (queries * keys),
             part**-0.5,
+            round(options["p"] * 2**32),
+            1.0 / (1.0 - options["p"]),
+            options["site"],
             BIASED=biases is not None,
+            DROPS=noise is not None,
             PART=part,
+            CHUNK=chunk,
+            CHUNKS=triton.cdiv(part, chunk),
             QUERIES=rows,
             KEYS=columns,
-            num_warps=max(rows, columns) // _MIN_BLOCK,
+            num_warps=max(rows, columns) // _MIN_BLOCK * (2 if part > chunk else 1),
         )
 
 
 @jit
-def _offsets(length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
-    """Return the offsets of [ROWS, PART] of this program's sample and head, and which rows are below `length`."""
+def _offsets(length, stride, heads, PART: tl.constexpr, CHUNK: tl.constexpr, chunk, ROWS: tl.constexpr):
+    """Return the offsets of [ROWS, CHUNK] of this program's sample, head and chunk, and which of them exist.
+
+    Rows are `stride` numbers apart.
+    """
     sample = (tl.program_id(0) // heads).to(tl.int64)
-    rows = tl.arange(0, ROWS)
-    first = ((sample * length + rows) * heads + tl.program_id(0) % heads) * PART
-    return first[:, None] + tl.arange(0, PART)[None, :], (rows < length)[:, None]
+    rows, columns = tl.arange(0, ROWS), chunk * CHUNK + tl.arange(0, CHUNK)
+    first = (sample * length + rows) * stride + tl.program_id(0) % heads * PART
+    return first[:, None] + columns[None, :], (rows < length)[:, None] & (columns < PART)[None, :]
 
 
 @jit
-def _load(pointer, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
-    offsets, inside = _offsets(length, heads, PART, ROWS)
+def _load(pointer, length, heads, PART: tl.constexpr, CHUNK: tl.constexpr, chunk, ROWS: tl.constexpr):
+    offsets, inside = _offsets(length, heads * PART, heads, PART, CHUNK, chunk, ROWS)
     return tl.load(pointer + offsets, mask=inside, other=0.0)
 
 
@@ -80,39 +113,111 @@ def _load_biased(
     bias_ptr,
     which,
     length,
+    stride,
     seeds,
     samples,
     heads,
     BIASED: tl.constexpr,
     PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+    chunk,
     ROWS: tl.constexpr,
 ):
-    """Load queries (`which` = 0), keys (1) or values (2) and add their bias; rows beyond `length` stay zero."""
-    offsets, inside = _offsets(length, heads, PART, ROWS)
+    """Load queries (`which` = 0), keys (1) or values (2) and add their bias; what does not exist stays zero."""
+    offsets, inside = _offsets(length, stride, heads, PART, CHUNK, chunk, ROWS)
     values = tl.load(pointer + offsets, mask=inside, other=0.0)
     if BIASED:
         seed = tl.program_id(0) // (heads * samples)
-        bias_offsets = ((which * seeds + seed) * heads + tl.program_id(0) % heads) * PART + tl.arange(0, PART)
-        bias = tl.load(bias_ptr + bias_offsets).to(tl.float32)
+        columns = chunk * CHUNK + tl.arange(0, CHUNK)
+        bias_offsets = ((which * seeds + seed) * heads + tl.program_id(0) % heads) * PART + columns
+        bias = tl.load(bias_ptr + bias_offsets, mask=columns < PART, other=0.0).to(tl.float32)
         values = tl.where(inside, values.to(tl.float32) + bias[None, :], 0.0).to(values.dtype)
     return values
 
 
 @jit
-def _store(pointer, values, length, heads, PART: tl.constexpr, ROWS: tl.constexpr):
-    offsets, inside = _offsets(length, heads, PART, ROWS)
+def _store(pointer, values, length, heads, PART: tl.constexpr, CHUNK: tl.constexpr, chunk, ROWS: tl.constexpr):
+    offsets, inside = _offsets(length, heads * PART, heads, PART, CHUNK, chunk, ROWS)
     tl.store(pointer + offsets, values.to(pointer.dtype.element_ty), mask=inside)
 
 
 @jit
-def _weights(query, key, mask_ptr, queries, keys, scale, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def _weights(
+    query_ptr,
+    key_ptr,
+    mask_ptr,
+    bias_ptr,
+    query_stride,
+    key_stride,
+    seeds,
+    samples,
+    heads,
+    queries,
+    keys,
+    masks,
+    scale,
+    BIASED: tl.constexpr,
+    PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Return the softmax of the scores; there is one mask for all samples, or one for each of `masks` samples."""
     rows, columns = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
-    inside = (rows < queries) & (columns < keys)
-    mask = tl.load(mask_ptr + rows * keys + columns, mask=inside, other=0.0).to(tl.float32)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale + mask
-    scores = tl.where(columns < keys, scores, float("-inf"))
+    scores = tl.zeros((QUERIES, KEYS), dtype=tl.float32)
+    for chunk in range(CHUNKS):
+        query = _load_biased(
+            query_ptr, bias_ptr, 0, queries, query_stride, seeds, samples, heads, BIASED, PART, CHUNK, chunk, QUERIES
+        )
+        key = _load_biased(
+            key_ptr, bias_ptr, 1, keys, key_stride, seeds, samples, heads, BIASED, PART, CHUNK, chunk, KEYS
+        )
+        scores += tl.dot(query, tl.trans(key), input_precision="ieee")
+    mask_offsets = ((tl.program_id(0) // heads) % masks * queries + rows) * keys + columns
+    mask = tl.load(mask_ptr + mask_offsets, mask=(rows < queries) & (columns < keys), other=0.0).to(tl.float32)
+    scores = tl.where(columns < keys, scores * scale + mask, float("-inf"))
     e = tl.exp(scores - tl.max(scores, 1)[:, None])
     return e / tl.sum(e, 1)[:, None]
+
+
+@jit
+def _mix(words):
+    """Scramble 32-bit words, as `joma.noise` does."""
+    words ^= words >> 16
+    words *= _FIRST
+    words ^= words >> 15
+    words *= _SECOND
+    words ^= words >> 16
+    return words
+
+
+@jit
+def _retained(
+    noise_ptr,
+    seeds,
+    samples,
+    heads,
+    queries,
+    keys,
+    threshold,
+    factor,
+    site,
+    DROPS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Return the factor of each weight: 1, or with dropout 0 or `factor`, the numbers of `joma.noise.dropout`."""
+    retained = tl.full((QUERIES, KEYS), 1.0, dtype=tl.float32)
+    if DROPS:
+        seed, within = tl.program_id(0) // (heads * samples), tl.program_id(0) % (heads * samples)
+        first = _mix((tl.load(noise_ptr + seed) + site).to(tl.uint32))
+        second = _mix((tl.load(noise_ptr + seeds + seed) + site).to(tl.uint32))
+        rows, columns = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
+        words = ((within * queries + rows) * keys + columns).to(tl.uint32)
+        words = _mix(_mix(words ^ first) ^ second)
+        retained = tl.where(words.to(tl.int64) >= threshold, factor, 0.0)
+    return retained
 
 
 @jit
@@ -122,23 +227,57 @@ def _forward(
     value_ptr,
     mask_ptr,
     bias_ptr,
+    noise_ptr,
     output_ptr,
+    query_stride,
+    key_stride,
+    value_stride,
     seeds,
     samples,
     heads,
     queries,
     keys,
+    masks,
     scale,
+    threshold,
+    factor,
+    site,
     BIASED: tl.constexpr,
+    DROPS: tl.constexpr,
     PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    query = _load_biased(query_ptr, bias_ptr, 0, queries, seeds, samples, heads, BIASED, PART, QUERIES)
-    key = _load_biased(key_ptr, bias_ptr, 1, keys, seeds, samples, heads, BIASED, PART, KEYS)
-    value = _load_biased(value_ptr, bias_ptr, 2, keys, seeds, samples, heads, BIASED, PART, KEYS)
-    p = _weights(query, key, mask_ptr, queries, keys, scale, QUERIES, KEYS)
-    _store(output_ptr, tl.dot(p.to(value.dtype), value, input_precision="ieee"), queries, heads, PART, QUERIES)
+    p = _weights(
+        query_ptr,
+        key_ptr,
+        mask_ptr,
+        bias_ptr,
+        query_stride,
+        key_stride,
+        seeds,
+        samples,
+        heads,
+        queries,
+        keys,
+        masks,
+        scale,
+        BIASED,
+        PART,
+        CHUNK,
+        CHUNKS,
+        QUERIES,
+        KEYS,
+    )
+    p *= _retained(noise_ptr, seeds, samples, heads, queries, keys, threshold, factor, site, DROPS, QUERIES, KEYS)
+    for chunk in range(CHUNKS):
+        value = _load_biased(
+            value_ptr, bias_ptr, 2, keys, value_stride, seeds, samples, heads, BIASED, PART, CHUNK, chunk, KEYS
+        )
+        output = tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        _store(output_ptr, output, queries, heads, PART, CHUNK, chunk, QUERIES)
 
 
 @jit
@@ -148,29 +287,73 @@ def _backward(
     value_ptr,
     mask_ptr,
     bias_ptr,
+    noise_ptr,
     grad_output_ptr,
     grad_query_ptr,
     grad_key_ptr,
     grad_value_ptr,
+    query_stride,
+    key_stride,
+    value_stride,
     seeds,
     samples,
     heads,
     queries,
     keys,
+    masks,
     scale,
+    threshold,
+    factor,
+    site,
     BIASED: tl.constexpr,
+    DROPS: tl.constexpr,
     PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    query = _load_biased(query_ptr, bias_ptr, 0, queries, seeds, samples, heads, BIASED, PART, QUERIES)
-    key = _load_biased(key_ptr, bias_ptr, 1, keys, seeds, samples, heads, BIASED, PART, KEYS)
-    value = _load_biased(value_ptr, bias_ptr, 2, keys, seeds, samples, heads, BIASED, PART, KEYS)
-    grad = _load(grad_output_ptr, queries, heads, PART, QUERIES)
-    p = _weights(query, key, mask_ptr, queries, keys, scale, QUERIES, KEYS)
-    _store(grad_value_ptr, tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision="ieee"), keys, heads, PART, KEYS)
-    grad_weight = tl.dot(grad, tl.trans(value), input_precision="ieee")
+    p = _weights(
+        query_ptr,
+        key_ptr,
+        mask_ptr,
+        bias_ptr,
+        query_stride,
+        key_stride,
+        seeds,
+        samples,
+        heads,
+        queries,
+        keys,
+        masks,
+        scale,
+        BIASED,
+        PART,
+        CHUNK,
+        CHUNKS,
+        QUERIES,
+        KEYS,
+    )
+    retained = _retained(noise_ptr, seeds, samples, heads, queries, keys, threshold, factor, site, DROPS, QUERIES, KEYS)
+    grad_weight = tl.zeros((QUERIES, KEYS), dtype=tl.float32)
+    for chunk in range(CHUNKS):
+        grad = _load(grad_output_ptr, queries, heads, PART, CHUNK, chunk, QUERIES)
+        value = _load_biased(
+            value_ptr, bias_ptr, 2, keys, value_stride, seeds, samples, heads, BIASED, PART, CHUNK, chunk, KEYS
+        )
+        grad_weight += tl.dot(grad, tl.trans(value), input_precision="ieee")
+        grad_value = tl.dot(tl.trans((p * retained).to(grad.dtype)), grad, input_precision="ieee")
+        _store(grad_value_ptr, grad_value, keys, heads, PART, CHUNK, chunk, KEYS)
+    grad_weight *= retained
     grad_score = p * (grad_weight - tl.sum(p * grad_weight, 1)[:, None]) * scale
-    grad_score = grad_score.to(query.dtype)
-    _store(grad_query_ptr, tl.dot(grad_score, key, input_precision="ieee"), queries, heads, PART, QUERIES)
-    _store(grad_key_ptr, tl.dot(tl.trans(grad_score), query, input_precision="ieee"), keys, heads, PART, KEYS)
+    for chunk in range(CHUNKS):
+        key = _load_biased(
+            key_ptr, bias_ptr, 1, keys, key_stride, seeds, samples, heads, BIASED, PART, CHUNK, chunk, KEYS
+        )
+        half = grad_score.to(key.dtype)
+        _store(grad_query_ptr, tl.dot(half, key, input_precision="ieee"), queries, heads, PART, CHUNK, chunk, QUERIES)
+        query = _load_biased(
+            query_ptr, bias_ptr, 0, queries, query_stride, seeds, samples, heads, BIASED, PART, CHUNK, chunk, QUERIES
+        )
+        grad_key = tl.dot(tl.trans(half), query, input_precision="ieee")
+        _store(grad_key_ptr, grad_key, keys, heads, PART, CHUNK, chunk, KEYS)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from joma.kernels.short import fits, short_attention
+from joma.kernels.short import WeightDropout, fits, short_attention
 from joma.models.block import ACTIVATIONS
 from joma.models.config import SITES, DecoderConfig
 from joma.models.initialisation import ParameterDraw
@@ -87,6 +87,12 @@ class KeyedDropout:
         if key is None or not self.applies(key, site):
             return x
         return dropout(x, self.p, key=key, site=SITES.index(site))
+
+    def of_weights(self, key: Tensor | None) -> WeightDropout | None:
+        """Return the dropout on attention weights, for the kernel that applies it; None if there is none."""
+        if key is None or not self.applies(key, "weights"):
+            return None
+        return WeightDropout(self.p, key, SITES.index("weights"))
 
 
 class QueryPositions(NamedTuple):
@@ -162,8 +168,8 @@ class Attention(nn.Module):
     """Several heads of softmax attention, or of uniform attention.
 
     The attention weights are computed as a matrix: sequences have a few dozen positions here, so that the matrix is
-    smaller than the residual stream, and one code path serves keyed dropout, multiplicities and probes. Where none of
-    these is needed and positions are few, `joma.kernels.short` is faster on CUDA.
+    smaller than the residual stream, and one code path serves all variants and the probes. Where nothing reads the
+    weights and positions are few, `joma.kernels.short` is faster on CUDA.
     """
 
     rotation: Float[Tensor, "2 length half"] | None  # sine and cosine of the rotary angles
@@ -193,15 +199,18 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "seed sample query width"]:
         """Return the output of attention at the query positions; `mask` is added to the scores."""
         mask = query_positions.select(mask, dim=-2)
-        use_kernel = override is None and self._kernel_fits(x, mask, noise, watched)
-        # The kernel adds the biases itself, unless queries and keys are rotated: the rotation must include the biases.
-        biases = self._stacked_biases() if use_kernel and self.rotation is None else None
+        use_kernel = override is None and self._kernel_fits(x, watched)
+        # The kernel adds the biases itself, unless one product has them all, or queries and keys are rotated: the
+        # rotation must include the biases.
+        in_kernel = use_kernel and self.rotation is None and not self._joins_products(x, query_positions)
+        biases = self._stacked_biases() if in_kernel else None
         query, key, value = self._project(x, query_positions, add_bias=biases is None)
         if query is not None and key is not None and override is not None:
             query, key = override.apply(query, key)
         if use_kernel and query is not None and key is not None:
             query, key = query.to(value.dtype), key.to(value.dtype)
-            mixed = short_attention(query, key, value, mask, heads=self.heads, biases=biases)
+            dropout = self.dropout.of_weights(noise)
+            mixed = short_attention(query, key, value, mask, heads=self.heads, biases=biases, dropout=dropout)
         else:
             weights = self._weights(query, key, mask, x)
             watched.get("attention", []).append(weights)
@@ -216,10 +225,9 @@ class Attention(nn.Module):
         assert key is not None
         return query, key
 
-    def _kernel_fits(self, x: ResidualStream, mask: Tensor, noise: Tensor | None, watched: Watched) -> bool:
+    def _kernel_fits(self, x: ResidualStream, watched: Watched) -> bool:
         """Return whether the kernel can be used: nothing reads the attention weights, and it supports the sizes."""
-        plain = "attention" not in watched and mask.ndim == 2 and not self.dropout.applies(noise, "weights")
-        return plain and self.query is not None and fits(x, self.heads)
+        return "attention" not in watched and self.query is not None and fits(x, self.heads)
 
     def _stacked_biases(self) -> Float[Tensor, "3 seed width"] | None:
         linears = (linear.bias for linear in (self.query, self.key, self.value) if linear is not None)
@@ -232,8 +240,8 @@ class Attention(nn.Module):
         """Return queries and keys, rotated by their positions, and values; only values if attention is uniform."""
         if self.query is None or self.key is None:
             return None, None, self.value(x)
-        at_queries = query_positions.select(x, dim=2)
-        if at_queries is not x or not x.is_cuda or self.value.weight.dtype.itemsize == 2:
+        if not self._joins_products(x, query_positions):
+            at_queries = query_positions.select(x, dim=2)
             query, key, value = (
                 self.query(at_queries, add_bias=add_bias),
                 self.key(x, add_bias=add_bias),
@@ -246,6 +254,10 @@ class Attention(nn.Module):
             bias: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None and add_bias]
             query, key, value = _affine(x, weight, torch.cat(bias, dim=-1) if bias else None).chunk(3, dim=-1)
         return self._rotate(query, query_positions), self._rotate(key, query_positions.all), value
+
+    def _joins_products(self, x: ResidualStream, query_positions: QueryPositions) -> bool:
+        """Return whether one product gives queries, keys and values: on CUDA, for all positions, from full weights."""
+        return not query_positions.last and x.is_cuda and self.value.weight.dtype.itemsize != 2
 
     def _weights(
         self, query: Tensor | None, key: Tensor | None, mask: Tensor, x: ResidualStream

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from joma import memory
 from joma.arguments import InputError, choice, instance, sequence, whole
 from joma.kernels.head import surprisal
-from joma.kernels.table import MAX_ROWS, lookup
+from joma.kernels.table import fits, lookup
 from joma.models.config import CHOICES, SITES, DecoderConfig
 from joma.models.initialisation import COPIES, INITS, ParameterDraw
 from joma.models.layers import (
@@ -281,7 +281,8 @@ class Decoder(nn.Module):
         first = torch.arange(0, seeds * vocabulary, vocabulary, device=tokens.device)[:, None, None]
         rows = (first + tokens).masked_fill((tokens < 0) | (tokens >= vocabulary), seeds * vocabulary)
         table = embedding.flatten(0, 1)
-        return lookup(rows, table) if table.is_cuda and vocabulary <= MAX_ROWS else F.embedding(rows, table)
+        rows = rows.expand(seeds, -1, -1)
+        return lookup(rows, table) if fits(rows, table) else F.embedding(rows, table)
 
     def _mask(
         self, x: ResidualStream, multiplicity: Tensor | None, query_positions: QueryPositions

@@ -1,0 +1,65 @@
+"""The kernel of `joma.kernels.table` in Triton: one program adds up the gradient of one row of a large table."""
+
+# No `from __future__ import annotations`: triton reads `tl.constexpr` from the annotations themselves.
+# pyright: basic, reportMissingImports=false
+# ruff: noqa: PLR0917
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from joma.kernels.gpu import jit
+
+_CHUNK = 16  # positions whose gradients are added at once
+
+
+def gradient(rows: Tensor, g: Tensor, table_rows: int) -> Tensor:
+    """Return the gradient of a table of `table_rows` rows: g added up by row, each sum in a fixed order.
+
+    Args:
+        rows: [seed, position], the row that each position reads; no row is read by two seeds.
+        g: [seed, position, width].
+        table_rows: number of rows of the table.
+    """
+    (seeds, positions), width = rows.shape, g.shape[-1]
+    table = torch.zeros(table_rows, width, dtype=g.dtype, device=g.device)
+    with torch.cuda.device(g.device):
+        _gradient[(seeds, positions)](
+            rows.contiguous(),
+            g.contiguous(),
+            table,
+            positions,
+            width,
+            POSITIONS=max(_CHUNK, triton.next_power_of_2(positions)),
+            WIDTH=triton.next_power_of_2(width),
+            CHUNK=_CHUNK,
+        )
+    return table
+
+
+@jit
+def _gradient(
+    rows_ptr,
+    g_ptr,
+    table_ptr,
+    positions,
+    width,
+    POSITIONS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write the row that this program's position is the first to read; programs of later positions do nothing."""
+    rows_ptr += tl.program_id(0) * positions
+    row, all_positions = tl.load(rows_ptr + tl.program_id(1)), tl.arange(0, POSITIONS)
+    same = tl.load(rows_ptr + all_positions, mask=all_positions < positions, other=-1) == row
+    if tl.min(tl.where(same, all_positions, POSITIONS), 0) == tl.program_id(1):
+        columns, total = tl.arange(0, WIDTH), tl.zeros((WIDTH,), dtype=tl.float32)
+        for start in range(0, positions, CHUNK):
+            chunk = start + tl.arange(0, CHUNK)
+            reads = tl.load(rows_ptr + chunk, mask=chunk < positions, other=-1) == row
+            if tl.max(reads.to(tl.int32), 0) > 0:
+                offsets = (tl.program_id(0).to(tl.int64) * positions + chunk)[:, None] * width + columns[None, :]
+                inside = reads[:, None] & (columns < width)[None, :]
+                total += tl.sum(tl.load(g_ptr + offsets, mask=inside, other=0.0).to(tl.float32), 0)
+        tl.store(table_ptr + row * width + columns, total.to(table_ptr.dtype.element_ty), mask=columns < width)
