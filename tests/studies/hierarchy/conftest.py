@@ -29,7 +29,8 @@ def phases() -> xr.Dataset:
 def ideal() -> xr.Dataset:
     """A run in which every claim holds: pairs double at step 10, 30 and 50 by height, and those of the root never.
 
-    Siblings gain in layer 1, others in layer 3; in the shallow trees cousins gain as siblings do in the deep one.
+    Siblings gain in layer 1, others in layer 3; in the shallow trees cousins gain as siblings do in the deep one. The
+    entropy of every layer falls from 2 to 1 at step 50, and comes back to 2.
     """
     tree_by_name = trees(0.85)
     predicted = xr.concat(
@@ -41,7 +42,11 @@ def ideal() -> xr.Dataset:
     gain = _rise(gains_as) * (layer == xr.where(gains_as == SIBLINGS, 1, LAYERS)) * LAYERS
     full = xr.concat([gain, gain], dim=xr.Variable("seed", [0, 1])).transpose("tree", "seed", "step", "layer", "pair")
     single = _rise(deep).expand_dims(seed=[0, 1]).transpose("seed", "step", "pair")
-    return predicted.assign(gain=full, gain_single=single)
+    bounce = 1 + abs(xr.DataArray(STEPS, coords={"step": STEPS}) - 50) / 50
+    entropy = (bounce + 0 * full.isel(pair=0)).transpose("tree", "seed", "step", "layer")
+    return predicted.assign(
+        gain=full, gain_single=single, entropy=entropy, entropy_single=entropy.isel(tree=0, layer=0, drop=True)
+    )
 
 
 def _rise(height: xr.DataArray) -> xr.DataArray:

@@ -40,6 +40,18 @@ def test_attention_of_the_first_layer_is_the_logits_of_the_embeddings():
     torch.testing.assert_close(attention[:, 0], expected.detach(), rtol=0, atol=1e-5)
 
 
+def test_entropy_is_that_of_the_queries_attention():
+    config = DecoderConfig(vocabulary=33, width=8, layers=2, outputs=1, mask="full")
+    model, sequences = Decoder(config, generators=Context((0, 1)).generators("weights")), _sequences()
+    entropy = attention_measure(sequences)(model, 0)["entropy"]
+    tokens, multiplicity = sequences.inputs()
+    for layer, weights in enumerate(model.activations(tokens, ["attention"], multiplicity=multiplicity)["attention"]):
+        rows = weights[:, :, 0, 17:]  # the queries' rows; hidden tokens and queries are attended to by none
+        torch.testing.assert_close(rows.sum(dim=-1), torch.ones(2, 96, 4))
+        expected = -(rows * rows.clamp_min(1e-30).log()).sum(dim=-1).mean(dim=(1, 2))
+        torch.testing.assert_close(entropy[:, layer], expected.detach(), rtol=0, atol=1e-6)
+
+
 def test_log_odds_do_not_depend_on_the_attention_to_other_tokens():
     logits = torch.tensor([0.5, 2.0, -1.0, 3.0], dtype=torch.float64)
     torch.testing.assert_close(log_odds(logits.softmax(-1)), logits[1:] - logits[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from joma.arguments import whole
 from joma.data.trees import HBLT
 from joma.drawing import band, canvas, letters, measured, theory
 from joma.models.transformer import Decoder, DecoderConfig
-from joma.studies.hierarchy import association
+from joma.studies.hierarchy import association, layer_entropy
 from joma.studies.hierarchy.association import DOUBLED, average_gain, deep_gain, doubling_time, mean_by_height
 from joma.studies.hierarchy.hidden_tokens import (
     COUSINS,
@@ -30,7 +30,7 @@ from joma.studies.hierarchy.hidden_tokens import (
     trees,
 )
 from joma.studies.hierarchy.mutual_attention import attention_measure
-from joma.study import Claim, Context, Drawing, Preset, Study, above, at_least, at_most
+from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, above, at_least, at_most
 from joma.train import Optimiser, Record
 
 LAYERS = 3
@@ -105,24 +105,30 @@ def order_claims(layers: int) -> tuple[Claim, ...]:
     return (
         Claim(
             f"order-{layers}",
-            f"Theorem 5, {depth}: the more often two tokens occur together, the earlier their odds of attention "
-            "double: rank correlation over pairs, positive in every seed.",
+            f"With {depth}, pairs that occur together more often are associated earlier.",
             partial(association.order_of_times, layers=layers),
             above(0.0),
-        ),
-        Claim(
-            f"order-{layers}-mean",
-            f"Theorem 5, {depth}: the rank correlation of co-occurrence with how early odds double is at least 0.5 in "
-            "the mean (ties between pairs allow at most 0.91).",
-            partial(association.order_of_times, layers=layers),
-            at_least(0.5),
-            across="mean",
+            kind="reading",
+            quantity="rank correlation over pairs of Theorem 5's co-occurrence with how early the odds of attention "
+            "double; ties allow at most 0.91",
+            across="interval",
         ),
         Claim(
             f"gains-{layers}",
-            f"Theorem 5, {depth}: rank correlation of co-occurrence with the average gain in attention over training.",
+            f"With {depth}, pairs that occur together more often gain more attention.",
             partial(association.order_of_gains, layers=layers),
+            above(0.0),
+            kind="reading",
+            quantity="rank correlation over pairs of Theorem 5's co-occurrence with the gain, averaged over training",
+            across="interval",
+        ),
+        Claim(
+            f"order-{layers}-mean",
+            f"With {depth}, co-occurrence explains most of the order in which pairs are associated.",
+            partial(association.order_of_times, layers=layers),
             at_least(0.5),
+            kind="check",
+            quantity="the rank correlation of the claim above; the bound is ours",
             across="mean",
         ),
     )
@@ -134,24 +140,105 @@ def height_claims(layers: int) -> tuple[Claim, ...]:
     return (
         Claim(
             f"bottom-up-{layers}",
-            f"Theorem 5, {depth}: siblings' odds double before cousins', and cousins' before all others': least delay, "
-            "in steps.",
+            f"With {depth}, siblings are associated before cousins, and cousins before all others.",
             partial(association.least_delay, layers=layers),
-            at_least(1.0),
+            above(0.0),
+            kind="reading",
+            quantity="the smaller of the two delays until the odds of attention double, in steps",
+            across="interval",
         ),
         Claim(
             f"heights-{layers}",
-            f"Theorem 5, {depth}: the average gain over training falls height by height up to the root: least fall "
-            "from one height to the next, in nats.",
+            f"With {depth}, a pair gains the less the higher its lowest common ancestor is.",
             partial(association.least_fall, layers=layers),
             above(0.0),
+            kind="reading",
+            quantity="least fall of the gain from one height to the next, averaged over training, in nats",
+            across="interval",
         ),
         Claim(
             f"high-{layers}",
-            f"Slides, {depth}: what a high latent joins is learned too, only later: the last gain of pairs of height "
-            f"{ROOT - 1}, in nats.",
+            f"With {depth}, pairs that a high latent joins gain attention too, only later.",
             partial(association.final_high_gain, layers=layers),
             above(0.0),
+            kind="reading",
+            quantity=f"last gain of the pairs of height {ROOT - 1}, in nats",
+            across="interval",
+        ),
+    )
+
+
+def bounce_claims(layers: int) -> tuple[Claim, ...]:
+    """Return the claim that attention turns sparse and then dense again, for each layer of a decoder."""
+    return tuple(
+        Claim(
+            f"bounce-{layers}" if layers == 1 else f"bounce-{layers}-layer-{layer}",
+            f"With {_depth(layers)}, attention{f' in layer {layer}' * (layers > 1)} turns sparse and then dense again.",
+            partial(layer_entropy.bounce_of_layer, layers=layers, layer=layer),
+            above(0.0),
+            kind="reading",
+            quantity="the smaller of fall and recovery of the entropy, beyond noise, as a share of its start; 0 where "
+            "noise explains it",
+            across="interval",
+            presets=("paper",),
+        )
+        for layer in range(1, layers + 1)
+    )
+
+
+def depth_claims() -> tuple[Claim, ...]:
+    """Return the claims on what a latent between two kinds of tokens does to them."""
+    later = Claim(
+        "later",
+        "Cousins are associated later than in a tree without the latents between them.",
+        partial(association.delay_of_cousins, tree="shallow"),
+        above(0.0),
+        kind="reading",
+        quantity="delay until the odds of attention double, in steps; the other tree has the same ρ",
+        across="interval",
+    )
+    higher = Claim(
+        "higher",
+        "Cousins are associated in a higher layer than in a tree without the latents between them.",
+        partial(association.lift_of_cousins, tree="shallow"),
+        above(0.0),
+        kind="reading",
+        quantity="distance of the centres of the last gain, in layers; the other tree has the same ρ",
+        across="interval",
+        presets=("paper",),
+    )
+    return (
+        later,
+        replace(
+            later,
+            name="later-matched",
+            statement="The latents between cousins delay them even where they occur together as often.",
+            measure=partial(association.delay_of_cousins, tree="matched"),
+            kind="control",
+            quantity="delay until the odds of attention double, in steps; in the other tree they co-occur equally",
+        ),
+        replace(
+            higher,
+            name="above-siblings",
+            statement="Cousins are associated in a higher layer than siblings.",
+            measure=association.lift_above_siblings,
+            quantity="distance of the centres of the last gain, in layers",
+        ),
+        higher,
+        replace(
+            higher,
+            name="higher-matched",
+            statement="The latents between cousins lift them even where they occur together as often.",
+            measure=partial(association.lift_of_cousins, tree="matched"),
+            kind="control",
+            quantity="distance of the centres of the last gain, in layers; in the other tree they co-occur equally",
+        ),
+        replace(
+            higher,
+            name="higher-beyond-root",
+            statement="Cousins are associated higher also by what they gain beyond pairs that only the root joins.",
+            measure=partial(association.lift_of_cousins, tree="shallow", layer=association.gain_layer_beyond_root),
+            kind="control",
         ),
     )
 
@@ -165,56 +252,37 @@ CLAIMS = (
     *height_claims(1),
     *order_claims(LAYERS),
     *height_claims(LAYERS),
+    *depth_claims(),
+    *bounce_claims(1),
+    *bounce_claims(LAYERS),
     Claim(
         "same-tokens",
-        "The deep tree and the shallow ones agree in how often each token occurs: largest difference.",
+        "In the deep tree and the shallow ones each token occurs equally often.",
         association.marginal_difference,
         at_most(1e-12),
-    ),
-    Claim(
-        "later",
-        "Slides: tokens that the intermediate latent does not join directly are associated later than in the shallow "
-        "tree of the same ρ, in steps.",
-        partial(association.delay_of_cousins, tree="shallow"),
-        at_least(1.0),
-    ),
-    Claim(
-        "later-matched",
-        "The intermediate latent itself delays tokens that it does not join directly: later than in a shallow tree "
-        "in which they occur together equally often, in steps.",
-        partial(association.delay_of_cousins, tree="matched"),
-        at_least(1.0),
-    ),
-    Claim(
-        "above-siblings",
-        "Slides: tokens that the intermediate latent does not join directly are associated in a higher layer than "
-        "those that it joins: distance of the gains' centres, in layers.",
-        association.lift_above_siblings,
-        above(0.0),
-    ),
-    Claim(
-        "higher",
-        "Slides: tokens that the intermediate latent does not join directly are associated in a higher layer than in "
-        "the shallow tree of the same ρ: distance of the gains' centres, in layers.",
-        partial(association.lift_of_cousins, tree="shallow"),
-        above(0.0),
-    ),
-    Claim(
-        "higher-matched",
-        "The intermediate latent itself lifts tokens that it does not join directly: a higher layer than in the "
-        "shallow tree of equal co-occurrence.",
-        partial(association.lift_of_cousins, tree="matched"),
-        above(0.0),
-    ),
-    Claim(
-        "higher-beyond-root",
-        "Slides, by another measure: tokens that the intermediate latent does not join directly are associated "
-        "higher than in the shallow tree of the same ρ, by the centres of what pairs gain beyond those that only the "
-        "root joins.",
-        partial(association.lift_of_cousins, tree="shallow", layer=association.gain_layer_beyond_root),
-        above(0.0),
+        kind="check",
+        quantity="largest difference of a token's probability",
     ),
 )
+
+
+def outcome(run: xr.Dataset) -> str:
+    """Say how well the order follows co-occurrence, what high pairs gain, and whether attention comes back."""
+    order, high = (
+        [float(measure(run, layers).mean(skipna=False)) for layers in (1, LAYERS)]
+        for measure in (association.order_of_times, association.final_high_gain)
+    )
+    if not np.isfinite([*order, *high]).all():
+        raise NotInRun("gain in every seed")
+    bounced = [(layer_entropy.layer_bounce(run, layers) > 0).sum("seed").values for layers in (1, LAYERS)]
+    seeds = run.sizes["seed"]
+    return (
+        f"The order in which pairs are associated correlates with co-occurrence by {order[0]:.2f} with one layer and "
+        f"{order[1]:.2f} with {LAYERS} (ties allow 0.91), and pairs that a high latent joins gain {high[0]:+.2f} and "
+        f"{high[1]:+.2f} nats. Attention comes back in {bounced[0][0]} of {seeds} seeds with one layer, and in "
+        f"{', '.join(map(str, bounced[1]))} of them in layers 1 to {LAYERS} of {LAYERS}."
+    )
+
 
 TREE_LABELS = {"deep": "deep", "shallow": "shallow, same ρ", "matched": "shallow, same P[l | m]"}
 HEIGHT_LABELS = {level: f"height {level}" for level in range(1, ROOT)} | {ROOT: "the root"}
@@ -224,11 +292,12 @@ def draw_order(run: xr.Dataset) -> Figure:
     """Draw gains over training by height, for one and for three layers, and doubling times against co-occurrence."""
     figure, axes = canvas(1, 3, width=3.4, height=2.9)
     deep = run.sel(tree="deep")
-    for panel, layers, title in ((axes[0, 0], 1, "One layer"), (axes[0, 1], LAYERS, f"Mean of {LAYERS} layers")):
+    for panel, layers in ((axes[0, 0], 1), (axes[0, 1], LAYERS)):
         curves = mean_by_height(deep_gain(run, layers), deep.height)
         for index, (level, label) in enumerate(HEIGHT_LABELS.items()):
             band(panel, run.step, curves.sel(level=level), index, label)
         panel.axhline(DOUBLED, color="0.4", linewidth=0.8)
+        title = f"{_depth(layers).capitalize()}: low ancestors first"
         panel.set(xlabel="step", ylabel="gain in attention / nats", title=title)
         _leave_room_for_legend(panel)
         panel.legend(title="joined at", title_fontsize=8, loc="upper center", ncols=2)
@@ -237,7 +306,8 @@ def draw_order(run: xr.Dataset) -> Figure:
         times = mean_by_height(doubling_time(deep_gain(run, layers)), deep.height)
         label = f"{layers} layer{'s' * (layers > 1)}: {float(association.order_of_times(run, layers).mean()):.2f}"
         measured(axes[0, 2], cooccurrence, times, index, label, markersize=6)
-    axes[0, 2].set(xlabel="co-occurrence P[l | m], Theorem 5", ylabel="odds doubled at step", title="When")
+    axes[0, 2].set(xlabel="co-occurrence P[l | m], Theorem 5", ylabel="odds doubled at step")
+    axes[0, 2].set_title("Who meets more often is earlier")
     axes[0, 2].set_ylim(0, None)
     axes[0, 2].legend(title="rank correlation", title_fontsize=8, loc="lower left")
     letters(axes)
@@ -266,13 +336,15 @@ def draw_depth(run: xr.Dataset) -> Figure:
         theory(axes[0, 2], run.layer, gain_by_layer.mean("seed"), index, linewidth=0.8)
         measured(axes[0, 2], run.layer, gain_by_layer.transpose("seed", "layer"), index, label)
     axes[0, 0].axhline(DOUBLED, color="0.4", linewidth=0.8)
-    axes[0, 0].set(xlabel="step", ylabel="gain in attention / nats", title="Cousins of the deep tree")
+    axes[0, 0].set(xlabel="step", ylabel="gain in attention / nats", title="Cousins: a latent between delays")
     _leave_room_for_legend(axes[0, 0])
     axes[0, 0].legend(loc="upper left")
-    axes[0, 1].set(xlabel="odds doubled at step", ylabel="centre of the gain / layer", title="When and where")
+    axes[0, 1].set(
+        xlabel="odds doubled at step", ylabel="centre of the gain / layer", title="Cousins: when, and in which layer"
+    )
     axes[0, 1].legend(loc="best")
     axes[0, 2].axhline(0, color="0.4", linewidth=0.8)
-    axes[0, 2].set(xlabel="layer", ylabel="last gain / nats", title="Layer by layer", xticks=run.layer.values)
+    axes[0, 2].set(xlabel="layer", ylabel="last gain / nats", title="The last gain, by layer", xticks=run.layer.values)
     letters(axes)
     return figure
 
@@ -282,9 +354,9 @@ def draw_matrices(run: xr.Dataset) -> Figure:
     figure, axes = canvas(1, 3, width=3.4, height=2.9)
     single, full = (average_gain(deep_gain(run, layers)).mean("seed") for layers in (1, LAYERS))
     matrices = {
-        "Theorem 5": (run.cooccurrence.sel(tree="deep"), "P[l | m]"),
-        "Trained, one layer": (single, "average gain / nats"),
-        f"Trained, {LAYERS} layers": (full, "average gain / nats"),
+        "Theorem 5: who meets": (run.cooccurrence.sel(tree="deep"), "P[l | m]"),
+        "One layer attends alike": (single, "average gain / nats"),
+        f"{LAYERS} layers attend alike": (full, "average gain / nats"),
     }
     for panel, (title, (values, label)) in zip(axes[0], matrices.items(), strict=True):
         matrix = np.full((TOKENS, TOKENS), np.nan)
@@ -297,57 +369,75 @@ def draw_matrices(run: xr.Dataset) -> Figure:
     return figure
 
 
+def draw_entropy(run: xr.Dataset) -> Figure:
+    """Draw the entropy of attention over training, for one layer and for each of three."""
+    figure, axes = canvas(1, 2, width=4.2, height=2.9, sharey=True)
+    for panel, layers in zip(axes[0], (1, LAYERS), strict=True):
+        entropy, bounced = layer_entropy.deep_entropy(run, layers), layer_entropy.layer_bounce(run, layers) > 0
+        for index, layer in enumerate(entropy.layer.values):
+            count = f"{int(bounced.sel(layer=layer).sum())} of {run.sizes['seed']} seeds"
+            band(panel, run.step, entropy.sel(layer=layer), index, f"layer {layer}: back in {count}")
+        panel.set(xlabel="step", title=f"{_depth(layers).capitalize()}: does entropy come back?")
+        panel.legend(loc="upper right")
+    axes[0, 0].set_ylabel("entropy of attention / nats")
+    letters(axes)
+    return figure
+
+
 STUDY = Study(
     name="hierarchy-order",
-    title="A hierarchy is learned bottom up: who shares a low ancestor attends to each other first",
+    title="A hierarchy is learned bottom up: tokens with a low ancestor first",
     source="JoMA, Theorem 5 (arXiv 2310.00535) and its slides",
+    statement=(
+        "Theorem 5 of JoMA (arXiv 2310.00535) says how often two tokens of a latent tree occur together: the lower "
+        "their common ancestor, the more often. The authors conclude that attention learns the tree bottom up: tokens "
+        "with a low ancestor attend to each other first, the others later and in higher layers, and attention turns "
+        "sparse and then dense again on the way."
+    ),
     about=(
-        "Sequences of a latent tree lose four of their sixteen tokens' places, at random; for each of these a question "
-        "is put to a decoder: does the token belong here? It answers from the tokens that are visible. This is the "
-        "theory's block with one query a question: the query names a token, the context is the set of tokens present, "
-        "and no position is encoded and the mask is full, for a set has no order. Questions see the context and not "
-        "each other, and a start token, always there, is where attention rests when nothing is of use. The "
-        "mutual attention of two tokens is ln(weight on one / weight on the start) when the other is asked for, "
-        "averaged over held-out sequences and both directions, less its value before training; in the first layer that "
-        "is a difference of the logits q·k/√d of two embeddings. A pair is associated when these odds have doubled; "
-        "pairs that never get there count as associated at the last step. What a visible token says "
-        "about the one asked for falls with the height of their ancestor as co-occurrence does, so that the order "
-        "speaks for Theorem 5's salience, discriminancy times co-occurrence, and not for one factor alone. The deep "
-        "tree is then compared with shallow ones that lack the latents just above the tokens: one with the same ρ, in "
-        "which former cousins occur together more often, and one with ρ², in which they do so exactly as often as "
-        "before, so that what is left is the effect of the intermediate latent itself."
+        "Decoders of one and of three layers learn which of the hidden tokens of a sequence belong there, given the "
+        "visible ones. We follow the attention that the query for one token pays to another, relative to a start token "
+        "and to the beginning of training; a pair is associated once these odds have doubled, or at the last step if "
+        "they never do. Two shallow trees lack the latents just above the tokens: one has the same ρ, in the other "
+        "cousins occur together exactly as often as in the deep tree. The entropy of the queries' attention is "
+        "recorded in every layer."
     ),
     version=4,
     presets={
         # Cousins do not double their odds in the short run: in which layer they are associated is not decided by then.
         "quick": Preset(Config(), seeds=3, seconds=40),
+        # With 8 seeds the spread of the layers' centres, 0.3 of a layer, was as large as their distances.
         "paper": Preset(
-            Config(width=64, rate=2e-3, steps=2000, batch=96, pool=1000, probes=512, moments=100), seeds=8, seconds=2000
+            Config(width=64, rate=2e-3, steps=3000, batch=96, pool=1000, probes=512, moments=150),
+            seeds=24,
+            seconds=9000,
         ),
     },
     run=run,
     claims=CLAIMS,
+    outcome=outcome,
     figures={
         "order": Drawing(
             draw_order,
-            "Gain in mutual attention of token pairs by the height of their lowest common ancestor, (a) with one layer "
-            "and (b) as the mean of three; lines: mean over pairs and seeds, bands from least to greatest seed; grey: "
-            "odds doubled. (c) The step at which a pair's odds of attention have doubled, mean over the pairs of a "
-            "height, against their co-occurrence; bars from least to greatest seed. In the legend the rank correlation "
-            "of co-occurrence with being early, over all 120 pairs, mean over seeds; ties allow at most 0.91.",
+            "Lines: mean over pairs and seeds. Bands and bars: least to greatest seed. Grey line: odds of attention "
+            "doubled. (a, b) Pairs by the height of their lowest common ancestor; with three layers the mean of these. "
+            "(c) Mean over the pairs of a height; the legend has the rank correlation over all 120 pairs.",
         ),
         "depth": Drawing(
             draw_depth,
-            "Three layers. Pairs that are cousins in the deep tree, there and in two shallow trees whose lowest "
-            "latents join them directly; beside them the deep tree's siblings. (a) Gain in mutual attention, mean over "
-            "layers, bands from least to greatest seed; grey: odds doubled. (b) When the odds have doubled, and the "
-            "layer around which the last gain lies, one point a seed. (c) The last gain layer by layer, bars from "
-            "least to greatest seed.",
+            "Three layers. Pairs that are cousins in the deep tree, there and in two shallow trees, beside the deep "
+            "tree's siblings. Lines: mean over seeds. Bands and bars: least to greatest seed. (b) One point a seed; "
+            "the centre is the mean layer of the last gain.",
         ),
         "matrices": Drawing(
             draw_matrices,
-            "Token by token in the deep tree: (a) co-occurrence by Theorem 5; (b, c) the gain in mutual attention, "
-            "averaged over training and seeds, for one layer and as the mean of three.",
+            "The deep tree token by token. (a) Co-occurrence by Theorem 5. (b, c) Gain in attention, averaged over "
+            "training and seeds.",
+        ),
+        "entropy": Drawing(
+            draw_entropy,
+            "Entropy of the queries' attention in the deep tree. Lines: mean over seeds. Bands: least to greatest "
+            "seed. The legend counts the seeds whose entropy falls and comes back beyond noise.",
         ),
     },
     threads=1,

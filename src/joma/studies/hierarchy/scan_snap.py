@@ -463,7 +463,7 @@ STUDY = Study(
     version=4,
     presets={
         "quick": Preset(Config(), seeds=5, seconds=25),
-        "paper": Preset(Config(steps=30_000, records=120, outputs=128), seeds=12, seconds=340),
+        "paper": Preset(Config(steps=30_000, records=120, outputs=128), seeds=20, seconds=280),
     },
     run=run,
     claims=CLAIMS,
