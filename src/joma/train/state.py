@@ -34,7 +34,7 @@ class Training(Generic[Model]):
         diverged: for each seed the step at which its loss was first not finite, −1 if it never was.
         recorded: the values of each recorded variable, one tensor [seed, ...] a recorded step.
         recorded_at: the recorded steps.
-        stream: on CUDA, this training's own stream; every step is prepared and made on it (`on_stream`).
+        stream: on CUDA, this training's own stream. A step is captured on it; the loop makes all steps on it too.
     """
 
     def __init__(self, model: Model, loss: Loss[Model], optimiser: Optimiser, record: Record, compute: Compute) -> None:
@@ -58,10 +58,11 @@ class Training(Generic[Model]):
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def prepare(self, start: int) -> None:
-        """Set the step to start from; on CUDA, capture a step before the first one is made."""
+        """Set the step to start from; on CUDA, capture a step before the first one is made, on the training's stream."""
         self.step_number.fill_(start)
         if self.on_cuda:
-            self._capture(start)
+            with cuda.joined(self.stream), self.on_stream():
+                self._capture(start)
 
     def step(self, step: int, *, record: bool, update: bool) -> None:
         """Make one step: replay the captured step, or run eagerly on the CPU and where gradients are recorded."""
