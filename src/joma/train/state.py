@@ -58,7 +58,7 @@ class Training(Generic[Model]):
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def prepare(self, start: int) -> None:
-        """Set the step to start from; on CUDA, capture a step before the first one is made, on the training's stream."""
+        """Set the step to start from; on CUDA, capture a step on the training's stream before the first is made."""
         self.step_number.fill_(start)
         if self.on_cuda:
             with cuda.joined(self.stream), self.on_stream():
