@@ -1,13 +1,14 @@
-"""The study of Theorem 2: its verdicts, the order of SGD's distance from the flow, and what is drawn."""
+"""The study of Theorem 2: its verdicts, and the order of SGD's distance from the flow."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from drawn import legend, series, title
 from joma.arguments import InputError
-from joma.studies.theorems.winner import CLAIMS, Config, distance, draw_figure_3, draw_growth, run, takes_all
+from joma.studies.theorems.winner import STUDY, Config, outcome, run, salience
+from joma.studies.theorems.winner_measures import distance, ratio_spread
 from joma.study import Context
 
 SMALL = Config(tokens=5, samples=12, steps=400, figure_3_steps=100)
@@ -19,10 +20,10 @@ def trajectory():
 
 
 def test_the_block_follows_theorem_2_and_the_slides_do_not(trajectory):
-    verdicts = {claim.name: claim.judge(trajectory, "quick")["verdict"] for claim in CLAIMS}
-    expected = {"closed-form", "blow-up", "winner", "losers", "sparser"}
+    verdicts = {claim.name: claim.judge(trajectory, "quick")["verdict"] for claim in STUDY.claims}
+    expected = {"closed-form", "ratio", "blow-up", "winner", "losers", "sparser", "salience-order", "salience-equal"}
     assert {name for name in expected if verdicts[name] == "holds"} == expected
-    assert verdicts["slides"] == "does not hold"
+    assert verdicts["ratio-slides"] == verdicts["salience-common"] == "does not hold"
 
 
 def test_the_distance_to_the_flow_is_first_order_in_the_step(trajectory):
@@ -39,42 +40,9 @@ def test_salience_is_the_gradient_at_the_start(trajectory):
     np.testing.assert_allclose(abs(trajectory.salience).max("token"), np.sqrt(np.pi / 2))
 
 
-def test_a_wrong_winner_is_seen(trajectory):
-    turned = trajectory.assign(salience=trajectory.salience.roll(token=1))
-    assert float(takes_all(turned).sum()) == 0
-
-
 def test_seeds_do_not_depend_on_their_neighbours(trajectory):
     alone = run(SMALL, Context((2,)))
     np.testing.assert_allclose(alone.trained[0], trajectory.trained.sel(seed=2), rtol=0, atol=1e-12)
-
-
-def test_growth_is_drawn_with_theory_training_distance_and_entropy(trajectory):
-    left, middle, right = draw_growth(trajectory).axes
-    first = trajectory.isel(seed=0)
-    saliences = sorted(first.salience.values, key=abs, reverse=True)
-    assert legend(left) == [f"Δ = {salience:.2f}" for salience in saliences]
-    winner = int(abs(first.salience).argmax("token"))
-    np.testing.assert_array_equal(series(left)[legend(left)[0]][:, 1], first.predicted[:, winner])
-    assert legend(middle) == ["half the steps", "all steps"]
-    assert middle.get_yscale() == "log"
-    distances = series(middle)
-    assert (distances["half the steps"][:, 1] > distances["all steps"][:, 1]).all()
-    assert legend(right) == ["theory, mean over seeds", "trained, all seeds"]
-    assert [panel.get_xlabel() for panel in (left, middle, right)] == ["time / blow-up time"] * 3
-
-
-def test_figure_3_is_drawn_as_two_images_and_the_growth_of_four_components(trajectory):
-    salience, weights, growth = draw_figure_3(trajectory).axes[:3]
-    assert [title(panel)[5:] for panel in (salience, weights)] == ["Salience Δ at the start", "Weights v at the end"]
-    np.testing.assert_array_equal(salience.images[0].get_array(), trajectory.figure_3_salience.isel(seed=0))
-    np.testing.assert_array_equal(weights.images[0].get_array(), trajectory.figure_3.isel(seed=0, step=-1))
-    low, high = weights.images[0].get_clim()
-    assert low == -high == -float(abs(trajectory.figure_3.isel(seed=0, step=-1)).max())
-    assert [label.split(",")[0] for label in legend(growth)] == ["token 0", "token 1", "token 2", "token 3"]
-    final = series(growth)[legend(growth)[2]][-1]
-    step, mean = 100, float(trajectory.figure_3.isel(word=2, hidden=0, step=-1).mean("seed"))
-    np.testing.assert_allclose(final, [step, mean])
 
 
 @pytest.mark.parametrize(
@@ -83,3 +51,34 @@ def test_figure_3_is_drawn_as_two_images_and_the_growth_of_four_components(traje
 def test_a_bad_config_is_refused_by_name(change):
     with pytest.raises(InputError, match=f"`{next(iter(change))}` must"):
         run(replace(SMALL, **change), Context((0,)))
+
+
+def test_salience_is_the_gradient_of_the_loss_at_zero_weights():
+    """By autograd: −∂loss/∂v of Figure 3's block, cross entropy, at zero weights, with the frequencies as attention."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(2, 4, 6, generator=generator, dtype=torch.float64)
+    v = torch.zeros(2, 6, 4, dtype=torch.float64, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy((x @ v).mT, torch.arange(4).expand(2, -1), reduction="none").mean(-1)
+    (gradient,) = torch.autograd.grad(loss.sum(), v)
+    torch.testing.assert_close(salience(x), -gradient, rtol=0, atol=1e-15)
+
+
+def test_numbers_of_the_winner_are_one_number(trajectory):
+    """The winners of all seeds have the same salience, hence the same numbers: they are not five measurements."""
+    records = {claim.name: claim.judge(trajectory, "quick") for claim in STUDY.claims}
+    for name in ("trained-winner", "first-order-winner", "blow-up"):
+        assert len(records[name]["measured"]["values"]) == 1
+    for name in ("trained", "first-order", "ratio-slides"):
+        assert np.ptp(records[name]["measured"]["values"]) > 1e-6
+
+
+def test_the_outcome_states_the_spread_of_the_printed_ratio(trajectory):
+    printed = float(ratio_spread(trajectory, 2.0).isel(time=-1).mean())
+    assert f"differs there by {printed:.0%} between" in outcome(trajectory)
+
+
+def test_every_claim_has_its_kind_and_a_short_statement():
+    assert {claim.kind for claim in STUDY.claims} == {"theorem", "figure", "reading", "control", "check"}
+    for claim in STUDY.claims:
+        assert len(claim.statement) <= 110, claim.name
+        assert claim.quantity, claim.name

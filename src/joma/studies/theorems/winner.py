@@ -7,17 +7,38 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import xarray as xr
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
 from joma import schedule
 from joma.arguments import InputError, scalar, whole
-from joma.data.tokens import token_classes
-from joma.drawing import canvas, letters, measured, theory
+from joma.data.tokens import sequence_classes, token_classes
 from joma.models.block import Block, BlockConfig
-from joma.studies.theorems import single_unit
-from joma.study import Claim, Context, Drawing, Preset, Study, at_least, at_most, near
+from joma.studies.theorems import single_unit, winner_figures
+from joma.studies.theorems.winner_measures import (
+    distance,
+    figure_3_winners,
+    late_speed,
+    losers,
+    of_others,
+    of_winner,
+    ratio_spread,
+    salience_of_common,
+    takes_all,
+)
+from joma.study import (
+    Claim,
+    Context,
+    Drawing,
+    Highlight,
+    Preset,
+    Study,
+    above,
+    at_least,
+    at_most,
+    below,
+    near,
+)
 from joma.theory import flows, growth
 from joma.train import Optimiser, Record
 
@@ -64,6 +85,18 @@ def run(config: Config, context: Context) -> xr.Dataset:
     ).merge(_figure_3(config, context))
 
 
+def salience(frequency: Tensor) -> Tensor:
+    """Return Δ [seed, token, class] at zero weights, for classes of equal probability and cross entropy.
+
+    The gradient is g_k = 1(k = label) − 1/classes, and Δ_lk = E[g_k x_l]: what class k has of token l beyond the mean.
+
+    >>> salience(torch.tensor([[[0.75, 0.25], [0.25, 0.75]]]))
+    tensor([[[ 0.1250, -0.1250],
+             [-0.1250,  0.1250]]])
+    """
+    return (frequency - frequency.mean(dim=-2, keepdim=True)).mT / frequency.shape[-2]
+
+
 def _data(config: Config, context: Context) -> tuple[Tensor, Tensor, np.ndarray]:
     """Return contexts x [seed, sample, token], gradients g [seed, sample] and their salience Δ = E[g x]."""
     samples, tokens = whole("samples", config.samples), whole("tokens", config.tokens, low=2)
@@ -107,8 +140,6 @@ def _figure_3(config: Config, context: Context) -> xr.Dataset:
     classes, tokens = data.frequency.shape[-2:]
     x, label = data.frequency.to(context.device), data.label.expand(len(context.seeds), -1).to(context.device)
     block_config = BlockConfig(tokens=tokens, hidden=classes, dim=30, temperature=config.figure_3_temperature)
-    g = torch.eye(classes, dtype=torch.float64) - 1 / classes  # the gradient at the start: 1(k = label) − 1/classes
-    salience = torch.einsum("sit,ik->stk", data.frequency, g) / classes
     steps = whole("figure_3_steps", config.figure_3_steps)
     trajectory = context.fit(
         Block(block_config, generators=context.generators("Figure 3, weights")),
@@ -122,171 +153,231 @@ def _figure_3(config: Config, context: Context) -> xr.Dataset:
         ),
         label="winner, Figure 3",
     )
-    return trajectory[["figure_3"]].assign(figure_3_salience=(("seed", "word", "hidden"), salience.numpy()))
+    equal = sequence_classes(generators=context.generators("equal frequencies"), queries=1, variation=0.0)
+    common = ~equal.distinct.any(dim=0)  # tokens that are as frequent in every class
+    return trajectory[["figure_3"]].assign(
+        figure_3=trajectory.figure_3.astype(np.float32),
+        figure_3_salience=(("seed", "word", "hidden"), salience(data.frequency).numpy()),
+        equal_common=("seed", _root_mean_square(salience(equal.frequency)[:, common])),
+        equal_distinct=("seed", _root_mean_square(salience(equal.frequency)[:, ~common])),
+    )
 
 
-def distance(run: xr.Dataset, name: str, scale: float = 1.0) -> xr.DataArray:
-    """Return the largest |scale · v − flow| / (1 + |flow|) over tokens and times, per seed, of the variable `name`."""
-    return single_unit.distance(scale * run[name], run.integrated).max(("token", "time"))
+def _root_mean_square(delta: Tensor) -> np.ndarray:
+    return delta.square().mean(dim=(-2, -1)).sqrt().numpy()
 
 
-def order(run: xr.Dataset) -> xr.DataArray:
-    """Return the factor by which halving the step reduces the trained block's distance from the flow."""
-    return distance(run, "coarse") / distance(run, "trained")
-
-
-def takes_all(run: xr.Dataset) -> xr.DataArray:
-    """Return 1 where the trained block's largest |v| is at the largest |Δ|, else 0, per seed."""
-    winner = abs(run.trained.isel(time=-1)).argmax("token")
-    return (winner == abs(run.salience).argmax("token")).astype(float)
-
-
-def losers(run: xr.Dataset) -> xr.DataArray:
-    """Return the largest distance of a losing component from its closed-form limit before the blow-up, per seed."""
-    return abs(run.late - run.limit).where(np.isfinite(run.limit)).max("token")
-
-
-def figure_3_winners(run: xr.Dataset) -> xr.DataArray:
-    """Return the share of Figure 3's hidden units whose largest final |v| is on their most salient token, per seed."""
-    winner = abs(run.figure_3.isel(step=-1)).argmax("word")
-    return (winner == abs(run.figure_3_salience).argmax("word")).mean("hidden")
-
-
-CLAIMS = (
+ONE_NUMBER = "one number: all seeds have the same largest Δ"
+THEOREM_CLAIMS = (
     Claim(
         "closed-form",
-        "Theorem 2: √(π/2) erf(v/√2) = Δ t solves the dynamics (against the integrated flow).",
-        lambda run: distance(run, "predicted"),
+        "Theorem 2: √(π/2) erf(v/√2) = Δ t solves the dynamics.",
+        lambda run: distance(run, "predicted").max("token"),
         at_most(1e-8),
+        kind="theorem",
+        quantity="largest |v − flow| / (1 + |v|) over tokens and times, against the flow integrated numerically",
     ),
     Claim(
-        "slides",
-        "The slides print the solution as √(π/2) erf(v/2) = Δ t, which makes v larger by √2.",
-        lambda run: distance(run, "predicted", np.sqrt(2)),
-        at_most(1e-3),
+        "ratio",
+        "Theorem 2: erf(v/√2)/Δ is the same for all tokens.",
+        lambda run: ratio_spread(run, np.sqrt(2)).max("time"),
+        at_most(1e-6),
+        kind="theorem",
+        quantity="largest over smallest ratio of a token, less 1, along the integrated flow; largest over times",
+    ),
+    Claim(
+        "ratio-slides",
+        "As the slides print it, erf(v/2)/Δ is the same for all tokens.",
+        lambda run: ratio_spread(run, 2.0).max("time"),
+        at_most(1e-6),
+        kind="reading",
+        quantity="largest over smallest ratio of a token, less 1, along the integrated flow; largest over times",
     ),
     Claim(
         "trained",
-        "A block trained by SGD follows the closed form to 0.99 of the blow-up time (distance over 1 + |v|).",
-        lambda run: distance(run, "trained"),
+        "A block trained by SGD follows Theorem 2 within 5 %: the tokens that do not win.",
+        lambda run: of_others(run, "trained"),
         at_most(0.05),
+        kind="theorem",
+        quantity="largest |v − flow| / (1 + |v|) over these tokens, to 0.99 of the blow-up time",
+    ),
+    Claim(
+        "trained-winner",
+        "A block trained by SGD follows Theorem 2 within 5 %: the winner.",
+        lambda run: of_winner(run, "trained"),
+        at_most(0.05),
+        kind="theorem",
+        quantity=f"largest |v − flow| / (1 + |v|) of the winner, to 0.99 of the blow-up time; {ONE_NUMBER}",
     ),
     Claim(
         "first-order",
-        "What is left of that distance is the step's: halving the step halves it.",
-        order,
+        "Halving SGD's step halves its distance from the flow: the tokens that do not win.",
+        lambda run: of_others(run, "coarse") / of_others(run, "trained"),
         near(2.0, 0.2),
+        kind="check",
+        quantity="that distance with half as many steps, over that with all steps",
+    ),
+    Claim(
+        "first-order-winner",
+        "Halving SGD's step halves its distance from the flow: the winner.",
+        lambda run: of_winner(run, "coarse") / of_winner(run, "trained"),
+        near(2.0, 0.2),
+        kind="check",
+        quantity=f"that distance with half as many steps, over that with all steps; {ONE_NUMBER}",
     ),
     Claim(
         "blow-up",
-        "The winner blows up at t* = √(π/2)/max|Δ| (relative error of the integrated flow's blow-up time).",
-        lambda run: abs(run.blow_up / run.blow_up_predicted - 1),
+        "The winner blows up at t* = √(π/2) / max|Δ|.",
+        lambda run: float(abs(run.blow_up / run.blow_up_predicted - 1).max()),
         at_most(1e-6),
+        kind="theorem",
+        quantity=f"relative error of the integrated flow's blow-up time; {ONE_NUMBER}",
     ),
-    Claim("winner", "The token with the largest |Δ| takes all: share of seeds.", takes_all, at_least(1.0)),
+    Claim(
+        "winner",
+        "The most salient token wins in every trained block.",
+        takes_all,
+        at_least(1.0),
+        kind="theorem",
+        quantity="1 if the largest |v| of the trained block is at the largest |Δ|, else 0",
+    ),
     Claim(
         "losers",
-        "The others stop at √2 erfinv(√(2/π) Δ t*) (distance of the integrated flow at 0.999999 t*).",
+        "The other tokens stop at √2 erfinv(√(2/π) Δ t*).",
         losers,
         at_most(1e-3),
+        kind="check",
+        quantity="largest distance of the integrated flow from these limits at 0.999999 of the blow-up time",
     ),
     Claim(
         "sparser",
-        "Attention only gets sparser: largest rise of its entropy between two records, in nats.",
+        "With a linear activation attention only gets sparser.",
         lambda run: run.entropy.diff("time").max("time"),
         at_most(0.0),
+        kind="reading",
+        quantity="largest rise of the trained block's attention entropy between two records, in nats",
+    ),
+)
+FIGURE_CLAIMS = (
+    Claim(
+        "figure-3-grow",
+        "Figure 3: some weights of every hidden unit keep growing.",
+        lambda run: late_speed(run).max("word").min("hidden"),
+        at_least(1.0),
+        kind="figure",
+        quantity="speed in the last tenth of training over mean speed: largest over tokens, smallest over hidden units",
+    ),
+    Claim(
+        "figure-3-saturate",
+        "Figure 3: the other weights saturate.",
+        lambda run: late_speed(run).median(("word", "hidden")),
+        below(1.0),
+        kind="figure",
+        quantity="speed in the last tenth of training over mean speed (1 at constant speed): median over all weights",
+    ),
+    Claim(
+        "figure-3-chance",
+        "In Figure 3's block a hidden unit's largest weight is on its most salient token more often than by chance.",
+        lambda run: figure_3_winners(run) - 1 / run.sizes["word"],
+        above(0.0),
+        kind="control",
+        quantity="share of hidden units, less 1 / number of tokens",
+        across="interval",
     ),
     Claim(
         "figure-3",
-        "Figure 3: a hidden unit's largest weight ends on its most salient token: share of hidden units.",
+        "In Figure 3's block nine of ten hidden units have their largest weight on their most salient token.",
         figure_3_winners,
         at_least(0.9),
-        across="mean",
+        kind="control",
+        quantity="share of hidden units",
+        across="interval",
+    ),
+    Claim(
+        "salience-order",
+        "Distinct tokens are more salient than common ones.",
+        salience_of_common,
+        below(1.0),
+        kind="reading",
+        quantity="root mean square Δ of common tokens over that of distinct ones, Figure 3's tokens, at the start",
+        across="interval",
+    ),
+    Claim(
+        "salience-common",
+        "Common tokens have nearly no salience: at most a tenth of that of distinct ones.",
+        salience_of_common,
+        at_most(0.1),
+        kind="reading",
+        quantity="root mean square Δ of common tokens over that of distinct ones, Figure 3's tokens, at the start",
+        across="interval",
+    ),
+    Claim(
+        "salience-equal",
+        "Tokens that are as frequent in every class have no salience.",
+        lambda run: run.equal_common / run.equal_distinct,
+        at_most(1e-12),
+        kind="control",
+        quantity="root mean square Δ of these tokens over that of distinct ones, classes with equal common tokens",
     ),
 )
 
 
-def draw_growth(run: xr.Dataset) -> Figure:
-    """Draw the components of one seed, the spread of the distance, and the entropy."""
-    figure, axes = canvas(1, 3, width=3.3, height=2.9)
-    left, middle, right = axes[0]
-    first = run.isel(seed=0)
-    most_salient = abs(first.salience).argsort().values[::-1][:5]
-    for index, token in enumerate(most_salient):
-        theory(left, run.time, first.predicted.isel(token=token), index, f"Δ = {float(first.salience[token]):.2f}")
-        thinned = first.isel(time=slice(None, None, 4), token=token)
-        measured(left, thinned.time, thinned.trained, index)
-    left.set(xlabel="time / blow-up time", ylabel="weight $v$", title="Components, seed 0")
-    left.legend(loc="upper left")
-    thinned = run.isel(time=slice(1, None, 4))
-    for index, (name, label) in enumerate({"coarse": "half the steps", "trained": "all steps"}.items()):
-        gap = single_unit.distance(thinned[name], thinned.integrated).max("token")
-        measured(middle, thinned.time, gap, index, label)
-    middle.set(xlabel="time / blow-up time", ylabel="distance / (1 + |v|)", yscale="log", title="SGD from flow")
-    middle.legend(loc="upper left")
-    theory(right, run.time, run.entropy_predicted.mean("seed"), 0, "theory, mean over seeds")
-    measured(right, thinned.time, thinned.entropy, 1, "trained, all seeds")
-    right.set(xlabel="time / blow-up time", ylabel="entropy / nats", title="Attention only gets sparser")
-    right.legend(loc="lower left")
-    letters(axes)
-    return figure
-
-
-def draw_figure_3(run: xr.Dataset) -> Figure:
-    """Draw Figure 3: the weights after training and how the first hidden unit's components grew."""
-    figure, axes = canvas(1, 3, width=3.3, height=2.9)
-    images = {"Salience Δ at the start": run.figure_3_salience, "Weights v at the end": run.figure_3.isel(step=-1)}
-    for panel, (title, values) in zip(axes[0], images.items(), strict=False):
-        first = values.isel(seed=0)
-        limit = float(abs(first).max())
-        image = panel.imshow(first, cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
-        panel.axhline(9.5, color="black", linewidth=0.8)
-        panel.grid(visible=False)
-        panel.set_yticks(range(0, first.sizes["word"], 5))
-        panel.set(xlabel="hidden unit (class)", ylabel="token: distinct, then common", title=title)
-        figure.colorbar(image, ax=panel)
-    right = axes[0, 2]
-    for word in range(4):
-        growing = run.figure_3.isel(word=word, hidden=0, step=slice(None, None, 5))
-        label = f"token {word}, Δ = {float(run.figure_3_salience.mean('seed')[word, 0]):.4f}"
-        measured(right, run.step[::5], growing, word, label, linestyle="-")
-    right.set(xlabel="step", ylabel="weight $v$ of hidden unit 0", title="Growth of four components")
-    right.legend()
-    letters(axes)
-    return figure
+def outcome(run: xr.Dataset) -> str:
+    """Say what came out: how near SGD is to Theorem 2, by how much the slides' ratio is off, and Figure 3."""
+    speed = late_speed(run)
+    printed = ratio_spread(run, 2.0).isel(time=-1)
+    return (
+        f"SGD stays within {float(distance(run, 'trained').max()):.1%} of Theorem 2 up to {float(run.time[-1]):.2g} of "
+        f"the blow-up time. The ratio that the slides print differs there by {float(printed.mean()):.0%} between "
+        "tokens. "
+        f"In Figure 3's block {float((speed >= 1).mean()):.0%} of the weights end at least as fast as on average, and "
+        f"half end slower than {float(speed.median()):.2g} of it."
+    )
 
 
 STUDY = Study(
     name="winner",
-    title="Linear activation: the winner takes all",
+    title="Linear activation: the most salient token wins, the others stop",
     source="JoMA, Theorem 2 and Figure 3 (arXiv 2310.00535)",
-    about=(
-        "A block with exp attention, one hidden unit and a constant gradient is trained by SGD on random contexts, "
-        "each seed with its own saliences, scaled so that the winner blows up at time 1. Beside it: the closed form "
-        "and the flow integrated numerically. Figure 3's block (softmax attention, 20 hidden units, cross entropy) is "
-        "trained as well, to see whether its largest weights end on the most salient tokens, although its gradient is "
-        "not constant."
+    statement=(
+        "Theorem 2: with a linear activation, exp attention and a constant gradient, the salience Δ_l of a token says "
+        "how fast its weight v_l grows. As the slides print it, erf(v_l/2)/Δ_l = erf(v_l'/2)/Δ_l' for any two tokens. "
+        "Salience is near zero for common tokens, so attention turns to the most salient distinct ones. Figure 3: in a "
+        "trained block some weights grow and the rest saturate."
     ),
-    version=3,
+    about=(
+        "We train a block with exp attention, one hidden unit and a constant gradient by SGD on random contexts. Each "
+        "seed has its own saliences, scaled so that the winner blows up at time 1: the winner's numbers are the same "
+        "in all seeds. Beside it are the closed form and the flow integrated numerically. Figure 3's block (softmax "
+        "attention, 20 hidden units, cross entropy) is trained too, although its gradient is not constant."
+    ),
+    version=4,
     presets={
         "quick": Preset(Config(), seeds=5, seconds=10),
         "paper": Preset(Config(tokens=20, samples=200, steps=20_000), seeds=20, seconds=60),
     },
     run=run,
-    claims=CLAIMS,
+    claims=(*THEOREM_CLAIMS, *FIGURE_CLAIMS),
+    outcome=outcome,
+    highlight=Highlight(
+        "Figure 3",
+        winner_figures.draw_highlight,
+        "Weights of one hidden unit over training: a few keep growing in size, all others level off.",
+    ),
     threads=1,
     figures={
         "growth": Drawing(
-            draw_growth,
-            "Lines: closed form. Points: a block trained by SGD. (a) The five most salient components of seed 0; "
-            "(b) largest distance between SGD and flow over tokens, bars from least to greatest seed; (c) entropy of "
-            "the attention.",
+            winner_figures.draw_growth,
+            "(a) The five most salient tokens of seed 0. Lines: closed form. Points: a block trained by SGD. (b) Its "
+            "distance from the flow. Lines: the winner, the same in all seeds. Points: the largest of the other tokens. "
+            "(c) By how much erf(v/2)/Δ, as the slides print it, differs between tokens along the flow. (d) Entropy of "
+            "attention. Bars: least to greatest seed.",
         ),
         "figure-3": Drawing(
-            draw_figure_3,
-            "Figure 3's block. (a) Salience of each token for each hidden unit at the start and (b) the weights after "
-            "training, seed 0, the line between distinct and common tokens; (c) four components of hidden unit 0 over "
-            "training, bars from least to greatest seed.",
+            winner_figures.draw_figure_3,
+            "Figure 3's block, seed 0. (a) Salience of each token for each hidden unit at the start; (b) weights after "
+            "training; the line separates distinct from common tokens. (c) All weights of hidden unit 0 over "
+            "training: in colour those that end at least as fast as on average, in grey the rest.",
         ),
     },
 )
