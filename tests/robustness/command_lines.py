@@ -57,7 +57,8 @@ SMALL = {
     "cooccurrence": "samples=1000 trees=1 rhos=0.3,0.7 c=0,1 gaps=0.3,0.1",
     "alignment": "classes=4 children=2 latents=5,5 vocabulary=8 length=30 width=4 layers=2 hidden=5 batch=8 steps=6 "
     "records=3 controls=4",
-    "scan-snap": "queries=1 classes=2 distinct=2 common=2 outputs=4 steps=1000 records=20 sweep=10,100",
+    "scan-snap": "queries=1 classes=2 distinct=2 common=2 outputs=4 steps=1000 records=20 sweep=100,1000 "
+    "shares=0.5,0.1",
     "hierarchy-order": "width=4 steps=12 batch=4 pool=5 probes=96 moments=4",
     "permutation": "width=8 length=4 vocabulary=6 sequences=2 inputs=8",
     "addition": "digits=1 layers=2 heads=2 width=8 batch=8 steps=6 every=3 warm_up=2 held=0.3 glance=10 "

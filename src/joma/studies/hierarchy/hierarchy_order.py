@@ -186,65 +186,64 @@ def bounce_claims(layers: int) -> tuple[Claim, ...]:
     )
 
 
-def depth_claims() -> tuple[Claim, ...]:
-    """Return the claims on what a latent between two kinds of tokens does to them."""
-    later = Claim(
-        "later",
-        "Cousins are associated later than in a tree without the latents between them.",
-        partial(association.delay_of_cousins, tree="shallow"),
-        above(0.0),
-        kind="reading",
-        quantity="delay until the odds of attention double, in steps; the other tree has the same ρ",
-        across="interval",
-    )
-    higher = Claim(
-        "higher",
-        "Cousins are associated in a higher layer than in a tree without the latents between them.",
-        partial(association.lift_of_cousins, tree="shallow"),
-        above(0.0),
-        kind="reading",
-        quantity="distance of the centres of the last gain, in layers; the other tree has the same ρ",
-        across="interval",
-        presets=("paper",),
-    )
-    return (
-        later,
-        replace(
-            later,
-            name="later-matched",
-            statement="The latents between cousins delay them even where they occur together as often.",
-            measure=partial(association.delay_of_cousins, tree="matched"),
-            kind="control",
-            quantity="delay until the odds of attention double, in steps; in the other tree they co-occur equally",
-        ),
-        replace(
-            higher,
-            name="above-siblings",
-            statement="Cousins are associated in a higher layer than siblings.",
-            measure=association.lift_above_siblings,
-            quantity="distance of the centres of the last gain, in layers",
-        ),
-        higher,
-        replace(
-            higher,
-            name="higher-matched",
-            statement="The latents between cousins lift them even where they occur together as often.",
-            measure=partial(association.lift_of_cousins, tree="matched"),
-            kind="control",
-            quantity="distance of the centres of the last gain, in layers; in the other tree they co-occur equally",
-        ),
-        replace(
-            higher,
-            name="higher-beyond-root",
-            statement="Cousins are associated higher also by what they gain beyond pairs that only the root joins.",
-            measure=partial(association.lift_of_cousins, tree="shallow", layer=association.gain_layer_beyond_root),
-            kind="control",
-        ),
-    )
-
-
 def _depth(layers: int) -> str:
     return "one layer" if layers == 1 else f"{layers} layers"
+
+
+# What the latents between two cousins do to them.
+LATER = Claim(
+    "later",
+    "Cousins are associated later than in a tree without the latents between them.",
+    partial(association.delay_of_cousins, tree="shallow"),
+    above(0.0),
+    kind="reading",
+    quantity="delay until the odds of attention double, in steps; the other tree has the same ρ",
+    across="interval",
+)
+HIGHER = Claim(
+    "higher",
+    "Cousins are associated in a higher layer than in a tree without the latents between them.",
+    partial(association.lift_of_cousins, tree="shallow"),
+    above(0.0),
+    kind="reading",
+    quantity="distance of the centres of the last gain, in layers; the other tree has the same ρ",
+    across="interval",
+    presets=("paper",),
+)
+DEPTH_CLAIMS = (
+    LATER,
+    replace(
+        LATER,
+        name="later-matched",
+        statement="The latents between cousins delay them even where they occur together as often.",
+        measure=partial(association.delay_of_cousins, tree="matched"),
+        kind="control",
+        quantity="delay until the odds of attention double, in steps; in the other tree they co-occur equally",
+    ),
+    replace(
+        HIGHER,
+        name="above-siblings",
+        statement="Cousins are associated in a higher layer than siblings.",
+        measure=association.lift_above_siblings,
+        quantity="distance of the centres of the last gain, in layers",
+    ),
+    HIGHER,
+    replace(
+        HIGHER,
+        name="higher-matched",
+        statement="The latents between cousins lift them even where they occur together as often.",
+        measure=partial(association.lift_of_cousins, tree="matched"),
+        kind="control",
+        quantity="distance of the centres of the last gain, in layers; in the other tree they co-occur equally",
+    ),
+    replace(
+        HIGHER,
+        name="higher-beyond-root",
+        statement="Cousins are associated higher also by what they gain beyond pairs that only the root joins.",
+        measure=partial(association.lift_of_cousins, tree="shallow", layer=association.gain_layer_beyond_root),
+        kind="control",
+    ),
+)
 
 
 CLAIMS = (
@@ -252,7 +251,7 @@ CLAIMS = (
     *height_claims(1),
     *order_claims(LAYERS),
     *height_claims(LAYERS),
-    *depth_claims(),
+    *DEPTH_CLAIMS,
     *bounce_claims(1),
     *bounce_claims(LAYERS),
     Claim(

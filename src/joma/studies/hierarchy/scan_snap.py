@@ -219,186 +219,183 @@ def _approach(config: Config, context: Context) -> xr.Dataset:
     return xr.merge([premises.stack(by_ratio, "ratio"), premises.stack(by_share, "share")])
 
 
-def theorem_claims() -> tuple[Claim, ...]:
-    """Return the claims of the paper's theorems, in the arm that meets their premises and in the limit of the flow."""
-    return (
-        Claim(
-            "distinct-grows",
-            "Theorem 2: the attention logit of every distinct token grows all the time.",
-            partial(growth_phases.distinct_growth, arm=PREMISES),
-            at_least(0.0),
-            kind="theorem",
-            quantity="least growth between two records, over distinct tokens and classes; premises met",
-        ),
-        Claim(
-            "order",
-            "Theorem 3: the distinct tokens of a class gain in the order of their co-occurrence.",
-            partial(growth_phases.final_order, arm=PREMISES),
-            at_least(1.0),
-            kind="theorem",
-            quantity="rank correlation of final logit and co-occurrence, least class; premises met",
-        ),
-        Claim(
-            "relative-gain",
-            "Theorem 3: the logit of one distinct token of a class determines those of the others.",
-            partial(growth_phases.gain_error, arm=PREMISES),
-            at_most(ARMS[PREMISES].share or 0.0),
-            kind="theorem",
-            quantity="relative error of the predicted logits at the end; the bound is the share of common tokens where "
-            "the premises are met",
-        ),
-        Claim(
-            "gain-limit",
-            "Theorem 3: the error of the relative gain vanishes as the decoder gets faster.",
-            lambda run: premises.largest_step(run.ratio_gain_error.sel(ratio=slice(1.0, None)), "ratio"),
-            below(1.0),
-            kind="theorem",
-            quantity="error at a ratio of rates over that at the next smaller ratio, largest from ratio 1 on; flow",
-        ),
-        Claim(
-            "scan",
-            "Theorem 4, scan: the winning logits first grow as t².",
-            partial(growth_phases.scan_exponent, arm=PREMISES),
-            near(2.0, 0.2),
-            kind="theorem",
-            quantity="power of t from 0.1 to 0.25 of the time 2 K ln M/η; premises met",
-        ),
-        Claim(
-            "logarithm",
-            "Theorem 4, snap: the growth of the winning logits slows to a logarithm.",
-            partial(growth_phases.late_straightness, arm=PREMISES),
-            below(1.0),
-            kind="theorem",
-            quantity="residual of the best line in ln t over that of the best line in t, last decade of steps",
-        ),
-        Claim(
-            "phase-time",
-            "Theorem 4: the phases change at about 2 K ln M/η.",
-            partial(growth_phases.slowing_over_transition, arm=PREMISES),
-            between(0.5, 2.0),
-            kind="theorem",
-            quantity="time at which the power of t falls to 1, over 2 K ln M/η; premises met",
-        ),
-        Claim(
-            "phase-limit",
-            "Theorem 4: with a much faster decoder the phases change at a time that goes as 1/η.",
-            growth_phases.rate_exponent,
-            near(-1.0, 0.1),
-            kind="theorem",
-            quantity="power of η, decoders at least 100 times as fast as attention; flow",
-        ),
-        Claim(
-            "share-limit",
-            "Theorem 4: growth tends to the closed form for orthogonal classes as common tokens get rare.",
-            lambda run: premises.largest_step(run.share_clock_distance, "share"),
-            below(1.0),
-            kind="theorem",
-            quantity="largest distance between the powers of t of flow and closed form, at a share over that at the "
-            "next larger share, largest",
-        ),
-        Claim(
-            "clock",
-            "Theorem 4: with rare common tokens and a much faster decoder growth is that of the closed form.",
-            lambda run: run.share_clock_distance.isel(share=-1),
-            at_most(ARMS[PREMISES].share or 0.0),
-            kind="theorem",
-            quantity="largest distance between the powers of t of flow and closed form at the least share of common "
-            "tokens; the bound is that share",
-        ),
-    )
+# In the arm that meets the premises, and in the limit of the flow.
+THEOREMS = (
+    Claim(
+        "distinct-grows",
+        "Theorem 2: the attention logit of every distinct token grows all the time.",
+        partial(growth_phases.distinct_growth, arm=PREMISES),
+        at_least(0.0),
+        kind="theorem",
+        quantity="least growth between two records, over distinct tokens and classes; premises met",
+    ),
+    Claim(
+        "order",
+        "Theorem 3: the distinct tokens of a class gain in the order of their co-occurrence.",
+        partial(growth_phases.final_order, arm=PREMISES),
+        at_least(1.0),
+        kind="theorem",
+        quantity="rank correlation of final logit and co-occurrence, least class; premises met",
+    ),
+    Claim(
+        "relative-gain",
+        "Theorem 3: the logit of one distinct token of a class determines those of the others.",
+        partial(growth_phases.gain_error, arm=PREMISES),
+        at_most(ARMS[PREMISES].share or 0.0),
+        kind="theorem",
+        quantity="relative error of the predicted logits at the end; the bound is the share of common tokens where "
+        "the premises are met",
+    ),
+    Claim(
+        "gain-limit",
+        "Theorem 3: the error of the relative gain vanishes as the decoder gets faster.",
+        lambda run: premises.largest_step(run.ratio_gain_error.sel(ratio=slice(1.0, None)), "ratio"),
+        below(1.0),
+        kind="theorem",
+        quantity="error at a ratio of rates over that at the next smaller ratio, largest from ratio 1 on; flow",
+    ),
+    Claim(
+        "scan",
+        "Theorem 4, scan: the winning logits first grow as t².",
+        partial(growth_phases.scan_exponent, arm=PREMISES),
+        near(2.0, 0.2),
+        kind="theorem",
+        quantity="power of t from 0.1 to 0.25 of the time 2 K ln M/η; premises met",
+    ),
+    Claim(
+        "logarithm",
+        "Theorem 4, snap: the growth of the winning logits slows to a logarithm.",
+        partial(growth_phases.late_straightness, arm=PREMISES),
+        below(1.0),
+        kind="theorem",
+        quantity="residual of the best line in ln t over that of the best line in t, last decade of steps",
+    ),
+    Claim(
+        "phase-time",
+        "Theorem 4: the phases change at about 2 K ln M/η.",
+        partial(growth_phases.slowing_over_transition, arm=PREMISES),
+        between(0.5, 2.0),
+        kind="theorem",
+        quantity="time at which the power of t falls to 1, over 2 K ln M/η; premises met",
+    ),
+    Claim(
+        "phase-limit",
+        "Theorem 4: with a much faster decoder the phases change at a time that goes as 1/η.",
+        growth_phases.rate_exponent,
+        near(-1.0, 0.1),
+        kind="theorem",
+        quantity="power of η, decoders at least 100 times as fast as attention; flow",
+    ),
+    Claim(
+        "share-limit",
+        "Theorem 4: growth tends to the closed form for orthogonal classes as common tokens get rare.",
+        lambda run: premises.largest_step(run.share_clock_distance, "share"),
+        below(1.0),
+        kind="theorem",
+        quantity="largest distance between the powers of t of flow and closed form, at a share over that at the "
+        "next larger share, largest",
+    ),
+    Claim(
+        "clock",
+        "Theorem 4: with rare common tokens and a much faster decoder growth is that of the closed form.",
+        lambda run: run.share_clock_distance.isel(share=-1),
+        at_most(ARMS[PREMISES].share or 0.0),
+        kind="theorem",
+        quantity="largest distance between the powers of t of flow and closed form at the least share of common "
+        "tokens; the bound is that share",
+    ),
+)
 
 
-def reading_claims() -> tuple[Claim, ...]:
-    """Return the claims on what the authors conclude of common tokens."""
-    return (
-        Claim(
-            "common-falls",
-            "Attention moves away from the common tokens.",
-            growth_phases.common_left,
-            below(1.0),
-            kind="reading",
-            quantity="attention to common tokens at the end over that at the start, largest over classes; half of the "
-            "tokens common, all three ratios of rates",
-        ),
-        Claim(
-            "common-always",
-            "Attention to the common tokens never rises on the way.",
-            growth_phases.common_rise,
-            at_most(0.0),
-            kind="reading",
-            quantity="largest rise between two records; decoder 10 times as fast, half of the tokens common",
-        ),
-    )
+# What the authors conclude of common tokens.
+READINGS = (
+    Claim(
+        "common-falls",
+        "Attention moves away from the common tokens.",
+        growth_phases.common_left,
+        below(1.0),
+        kind="reading",
+        quantity="attention to common tokens at the end over that at the start, largest over classes; half of the "
+        "tokens common, all three ratios of rates",
+    ),
+    Claim(
+        "common-always",
+        "Attention to the common tokens never rises on the way.",
+        growth_phases.common_rise,
+        at_most(0.0),
+        kind="reading",
+        quantity="largest rise between two records; decoder 10 times as fast, half of the tokens common",
+    ),
+)
 
 
-def control_claims() -> tuple[Claim, ...]:
-    """Return the claims on arms in which a premise is removed on purpose."""
-    return (
-        Claim(
-            "gain-at-10",
-            "A decoder 10 times as fast is fast enough for Theorem 3's relative gain.",
-            partial(growth_phases.gain_error, arm="faster"),
-            at_most(0.1),
-            kind="control",
-            quantity="relative error of the predicted logits at the end",
-        ),
-        Claim(
-            "scan-common",
-            "The winning logits first grow as t² also if half of the tokens are common.",
-            partial(growth_phases.scan_exponent, arm="faster"),
-            near(2.0, 0.2),
-            kind="control",
-            quantity="power of t from 0.1 to 0.25 of the time 2 K ln M/η; decoder 10 times as fast",
-        ),
-        Claim(
-            "logarithm-common",
-            "Growth slows to a logarithm also if half of the tokens are common.",
-            partial(growth_phases.late_straightness, arm="faster"),
-            below(1.0),
-            kind="control",
-            quantity="residual of the best line in ln t over that of the best line in t, last decade of steps; decoder "
-            "10 times as fast",
-        ),
-        Claim(
-            "no-snap",
-            "With a slower decoder growth stays faster than a logarithm.",
-            partial(growth_phases.late_straightness, arm="slower"),
-            above(1.0),
-            kind="control",
-            quantity="residual of the best line in ln t over that of the best line in t, last decade of steps; decoder "
-            "10 times slower",
-        ),
-        Claim(
-            "order-slower",
-            "The order of the distinct tokens is that of co-occurrence also with a slower decoder.",
-            partial(growth_phases.final_order, arm="slower"),
-            at_least(1.0),
-            kind="control",
-            quantity="rank correlation of final logit and co-occurrence, least class; decoder 10 times slower",
-        ),
-        Claim(
-            "phase-rate",
-            "The phases change at a time that goes as 1/η also if the decoder is not much faster.",
-            growth_phases.equal_over_faster,
-            between(5.0, 20.0),
-            kind="control",
-            quantity="time at which the power of t falls to 1: equal rates over a decoder 10 times as fast; 10 by 1/η",
-        ),
-        Claim(
-            "phase-later",
-            "The slower the decoder, the later growth slows down.",
-            growth_phases.least_slower_over_faster,
-            above(1.0),
-            kind="control",
-            quantity="time at which the power of t falls to 1 over that of the next faster decoder, least",
-        ),
-    )
+# Arms in which a premise is removed on purpose.
+CONTROLS = (
+    Claim(
+        "gain-at-10",
+        "A decoder 10 times as fast is fast enough for Theorem 3's relative gain.",
+        partial(growth_phases.gain_error, arm="faster"),
+        at_most(0.1),
+        kind="control",
+        quantity="relative error of the predicted logits at the end",
+    ),
+    Claim(
+        "scan-common",
+        "The winning logits first grow as t² also if half of the tokens are common.",
+        partial(growth_phases.scan_exponent, arm="faster"),
+        near(2.0, 0.2),
+        kind="control",
+        quantity="power of t from 0.1 to 0.25 of the time 2 K ln M/η; decoder 10 times as fast",
+    ),
+    Claim(
+        "logarithm-common",
+        "Growth slows to a logarithm also if half of the tokens are common.",
+        partial(growth_phases.late_straightness, arm="faster"),
+        below(1.0),
+        kind="control",
+        quantity="residual of the best line in ln t over that of the best line in t, last decade of steps; decoder "
+        "10 times as fast",
+    ),
+    Claim(
+        "no-snap",
+        "With a slower decoder growth stays faster than a logarithm.",
+        partial(growth_phases.late_straightness, arm="slower"),
+        above(1.0),
+        kind="control",
+        quantity="residual of the best line in ln t over that of the best line in t, last decade of steps; decoder "
+        "10 times slower",
+    ),
+    Claim(
+        "order-slower",
+        "The order of the distinct tokens is that of co-occurrence also with a slower decoder.",
+        partial(growth_phases.final_order, arm="slower"),
+        at_least(1.0),
+        kind="control",
+        quantity="rank correlation of final logit and co-occurrence, least class; decoder 10 times slower",
+    ),
+    Claim(
+        "phase-rate",
+        "The phases change at a time that goes as 1/η also if the decoder is not much faster.",
+        growth_phases.equal_over_faster,
+        between(5.0, 20.0),
+        kind="control",
+        quantity="time at which the power of t falls to 1: equal rates over a decoder 10 times as fast; 10 by 1/η",
+    ),
+    Claim(
+        "phase-later",
+        "The slower the decoder, the later growth slows down.",
+        growth_phases.least_slower_over_faster,
+        above(1.0),
+        kind="control",
+        quantity="time at which the power of t falls to 1 over that of the next faster decoder, least",
+    ),
+)
 
 
 CLAIMS = (
-    *theorem_claims(),
-    *reading_claims(),
-    *control_claims(),
+    *THEOREMS,
+    *READINGS,
+    *CONTROLS,
     Claim(
         "snap",
         "Over the last decade of steps the winning logits grow by less than √t.",
