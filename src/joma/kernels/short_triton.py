@@ -251,26 +251,9 @@ def _forward(
     KEYS: tl.constexpr,
 ):
     p = _weights(
-        query_ptr,
-        key_ptr,
-        mask_ptr,
-        bias_ptr,
-        query_stride,
-        key_stride,
-        seeds,
-        samples,
-        heads,
-        queries,
-        keys,
-        masks,
-        scale,
-        BIASED,
-        PART,
-        CHUNK,
-        CHUNKS,
-        QUERIES,
-        KEYS,
-    )
+        query_ptr, key_ptr, mask_ptr, bias_ptr, query_stride, key_stride, seeds, samples, heads, queries, keys, masks,
+        scale, BIASED, PART, CHUNK, CHUNKS, QUERIES, KEYS,
+    )  # fmt: skip
     p *= _retained(noise_ptr, seeds, samples, heads, queries, keys, threshold, factor, site, DROPS, QUERIES, KEYS)
     for chunk in range(CHUNKS):
         value = _load_biased(
@@ -314,26 +297,9 @@ def _backward(
     KEYS: tl.constexpr,
 ):
     p = _weights(
-        query_ptr,
-        key_ptr,
-        mask_ptr,
-        bias_ptr,
-        query_stride,
-        key_stride,
-        seeds,
-        samples,
-        heads,
-        queries,
-        keys,
-        masks,
-        scale,
-        BIASED,
-        PART,
-        CHUNK,
-        CHUNKS,
-        QUERIES,
-        KEYS,
-    )
+        query_ptr, key_ptr, mask_ptr, bias_ptr, query_stride, key_stride, seeds, samples, heads, queries, keys, masks,
+        scale, BIASED, PART, CHUNK, CHUNKS, QUERIES, KEYS,
+    )  # fmt: skip
     retained = _retained(noise_ptr, seeds, samples, heads, queries, keys, threshold, factor, site, DROPS, QUERIES, KEYS)
     grad_weight = tl.zeros((QUERIES, KEYS), dtype=tl.float32)
     for chunk in range(CHUNKS):

@@ -193,7 +193,16 @@ def _train(study: Study, config: Any, run: Run, preset: str, context: Context) -
     with _threads(study.threads), _refusing_extremes(study, config):
         result = study.run(config, context)
     _warn_of_diverged_seeds(result, run)
-    run.save(result, device=context.device, wall_time=time.perf_counter() - start)
+    run.save(result, device=_device_name(context.device), wall_time=time.perf_counter() - start)
+
+
+def _device_name(device: str) -> str:
+    """Return the device for the provenance of a run, on CUDA with the name of the card."""
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return f"{device}: {torch.cuda.get_device_name(device)}"
 
 
 def judge(study: Study, path: Path | str) -> Outcome:
