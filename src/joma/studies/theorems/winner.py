@@ -369,7 +369,7 @@ STUDY = Study(
         "growth": Drawing(
             winner_figures.draw_growth,
             "(a) The five most salient tokens of seed 0. Lines: closed form. Points: a block trained by SGD. (b) Its "
-            "distance from the flow. Lines: the winner, the same in all seeds. Points: the largest of the other tokens. "
+            "distance from the flow. Lines: the winner, the same in all seeds. Points: the largest of the others. "
             "(c) By how much erf(v/2)/Δ, as the slides print it, differs between tokens along the flow. (d) Entropy of "
             "attention. Bars: least to greatest seed.",
         ),
