@@ -41,17 +41,8 @@ def run(config: Config, context: Context) -> xr.Dataset:
     for activation in activations:
         choice("activations", activation, ACTIVATIONS)
     layers, text = whole("layers", config.layers), language_training.read_text(config, context)
-    trajectories = [
-        language_training.train(
-            config,
-            context,
-            text,
-            Variant(layers, activation, config.alike),
-            rate=config.rate,
-            label=f"activation-control, {activation}",
-        )
-        for activation in activations
-    ]
+    variants = {f"activation-control, {name}": Variant(layers, name, config.alike) for name in activations}
+    trajectories = language_training.train_variants(config, context, text, variants, rate=config.rate)
     trajectory = xr.concat(trajectories, xr.Variable("activation", list(activations)))
     return trajectory.merge(bounces(trajectory.entropy))
 

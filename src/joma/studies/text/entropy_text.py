@@ -55,17 +55,8 @@ def run(config: Config, context: Context) -> xr.Dataset:
     """Train a model of each depth, all seeds at once."""
     depths = [whole("depths", depth) for depth in distinct("depths", config.depths)]
     text = language_training.read_text(config, context)
-    trajectories = [
-        language_training.train(
-            config,
-            context,
-            text,
-            Variant(depth, config.activation, config.alike),
-            rate=config.rate,
-            label=f"entropy-text, {depth} layers",
-        )
-        for depth in depths
-    ]
+    variants = {f"entropy-text, {depth} layers": Variant(depth, config.activation, config.alike) for depth in depths}
+    trajectories = language_training.train_variants(config, context, text, variants, rate=config.rate)
     axis = xr.DataArray(depths, dims="depth", name="depth")
     trajectory = xr.concat(trajectories, axis, join="outer", combine_attrs="drop")
     layout = {"columns": text.valid.shape[0], "length": text.length, "glance": config.glance or 0}

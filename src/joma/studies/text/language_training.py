@@ -28,7 +28,7 @@ from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.entropy import shannon_entropy
 from joma.probes.rank import stable_rank
-from joma.study import Arms, Context
+from joma.study import Arms, Context, LabelledTraining
 from joma.train import Compute, Optimiser, Record
 from joma.train.optimiser import Schedule
 
@@ -261,7 +261,39 @@ def train(
         the rows of every full validation window), `stable_rank` of each MLP's lower weights, and, where the validation
         text is long enough, `window_entropy`, of the one window that the authors' figures show.
     """
-    freezing = Freezing() if freezing is None else freezing
+    changes = {"freezing": Freezing() if freezing is None else freezing, "further": further}
+    training = _training(setting, context, text, variant, rate=rate, label=label, **changes)
+    return _labelled(context.fit_together([training])[0], setting, variant)
+
+
+def train_variants(
+    setting: LanguageSetting, context: Context, text: TextColumns, variants: Mapping[str, Variant], *, rate: float
+) -> list[xr.Dataset]:
+    """Train several models, given by label, and return their trajectories, as `train` does; on CUDA side by side."""
+    changes = {"freezing": Freezing(), "further": None}
+    trainings = [
+        _training(setting, context, text, variant, rate=rate, label=label, **changes)
+        for label, variant in variants.items()
+    ]
+    pairs = zip(context.fit_together(trainings), variants.values(), strict=True)
+    return [_labelled(trajectory, setting, variant) for trajectory, variant in pairs]
+
+
+def _labelled(trajectory: xr.Dataset, setting: LanguageSetting, variant: Variant) -> xr.Dataset:
+    return trajectory.assign_coords(layer=np.arange(variant.layers), head=np.arange(setting.heads))
+
+
+def _training(
+    setting: LanguageSetting,
+    context: Context,
+    text: TextColumns,
+    variant: Variant,
+    *,
+    rate: float | Sequence[float],
+    label: str,
+    freezing: Freezing,
+    further: FurtherMeasures | None,
+) -> LabelledTraining:
     arms = Arms("rate", rate) if isinstance(rate, Sequence) else None
     seeds = torch.tensor(context.models(arms), device=context.device)
 
@@ -271,7 +303,7 @@ def train(
         tokens, targets = text.window(step)
         return model.surprisal(tokens, targets, noise=noise.key(seeds, step)).mean(dim=(1, 2))
 
-    trajectory = context.fit(
+    return LabelledTraining(
         _model(decoder_config(setting, variant, text.types), context.seed_generators(arms), freezing),
         loss,
         optimiser=Optimiser(
@@ -292,7 +324,6 @@ def train(
         arms=arms,
         label=label,
     )
-    return trajectory.assign_coords(layer=np.arange(variant.layers), head=np.arange(setting.heads))
 
 
 def _model(config: DecoderConfig, generators: list[torch.Generator], freezing: Freezing) -> Decoder:
