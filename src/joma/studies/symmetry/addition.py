@@ -154,9 +154,9 @@ def outcome(run: xr.Dataset) -> str:
     interval = f" (95 % interval {low:+.2f} to {high:+.2f})" if cka.size > 1 else ""
     return (
         f"Without encoding, {causal:.0%} of unseen sums are right under a causal mask and {full:.0%} under a full one, "
-        f"where {float(run.ceiling):.1%} is the most that is possible without order. Residual connections change the "
-        f"share of locations that stay most similar to themselves by {correlation.mean():+.2f} by correlation and by "
-        f"{cka.mean():+.2f}{interval} by CKA{'.' if decided else ', which is no definitive evidence.'}"
+        f"where {float(run.ceiling):.1%} is the most that is possible without order. Residual connections change how "
+        f"often a location stays most similar to itself by {correlation.mean():+.2f} by correlation and by "
+        f"{cka.mean():+.2f}{interval} by CKA{'.' if decided else ': no definitive evidence.'}"
     )
 
 
