@@ -5,16 +5,20 @@ from __future__ import annotations
 import base64
 import html
 import os
+import re
 import shutil
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import xarray as xr
 from matplotlib.figure import Figure
 
+from joma.drawing import canvas
+from joma.drawing import save as save_figure
 from joma.files import StorageError, write_text
-from joma.report.html import _size, write_report
+from joma.report.html import _size, compact, write_report
 from joma.report.probe import save as save_probe
 from joma.runs import HIGHLIGHT, TRAJECTORY, Description, Run, StoredClaims, finish, reopen
 from joma.verdicts import KINDS
@@ -242,6 +246,28 @@ def test_figures_are_inside_the_page_with_their_captions(tmp_path):
         kind, content = image["src"].split(",")
         assert kind == "data:image/svg+xml;base64"
         assert base64.b64decode(content).decode() == SVG.format(stem)
+
+
+def test_a_compact_picture_has_the_same_elements_at_the_same_places(tmp_path):
+    figure, axes = canvas()
+    axes[0, 0].plot([0, 1, 2], [0.1, 1 / 3, 0.2], "o-", label="a - b")
+    axes[0, 0].legend(title="Title")
+    save_figure(figure, tmp_path / "1-line", caption="A line.")
+    picture = (tmp_path / "1-line.svg").read_bytes()
+    smaller = compact(picture)
+    assert len(smaller) < 0.95 * len(picture)
+    before, after = ([*ElementTree.fromstring(content).iter()] for content in (picture, smaller))
+    before = [element for element in before if "metadata" not in element.tag and "w3.org/2000/svg" in element.tag]
+    assert [element.tag for element in before] == [element.tag for element in after]
+    number = r"-?\d+\.?\d*"
+    for first, second in zip(before, after, strict=True):
+        assert first.attrib.keys() == second.attrib.keys()
+        for name, text in first.attrib.items():
+            rests = [re.sub(number, "", one).split() for one in (text, second.attrib[name])]
+            assert rests[0] == rests[1]
+            values = [[float(value) for value in re.findall(number, one)] for one in (text, second.attrib[name])]
+            assert values[0] == pytest.approx(values[1], abs=0.01)
+            assert values[0] == values[1] or name in ("d", "x", "y")
 
 
 def test_the_page_needs_no_other_file(tmp_path):

@@ -18,11 +18,15 @@ from joma.files import StorageError, exists, remove_leftovers, write_text
 from joma.manifest import Manifest
 from joma.report.overview import overview, run_counts
 from joma.report.probe_page import data_url, environment, find_probes, read_probe
-from joma.report.rows import by_kind
+from joma.report.rows import by_kind, readable
 from joma.runs import FIGURES, HIGHLIGHT, Description, check_run, find_runs, read_claims, read_config
 from joma.stamp import now, provenance
 
 SIZE = re.compile(rb"""<svg\b[^>]*?\s(width|height)="([\d.]+)pt"[^>]*?\s(width|height)="([\d.]+)pt\"""")
+UNSEEN = re.compile(rb"<!--.*?-->|<metadata>.*?</metadata>", re.DOTALL)
+BLANK = re.compile(rb">\s+<")
+COORDINATES = re.compile(rb'\b(?:d|x|y)="[^"]*"')
+DIGITS = re.compile(rb"(\.\d\d)\d+")
 PIXELS_PER_POINT = 4 / 3
 ARXIV = re.compile(r"arXiv[ :](\d{4}\.\d{4,5})")
 
@@ -84,7 +88,7 @@ def _read_all(
 
 def _template() -> jinja2.Template:
     templates = environment()
-    templates.filters["cited"] = cited
+    templates.filters |= {"cited": cited, "readable": readable}
     return templates.get_template("template.html")
 
 
@@ -141,7 +145,17 @@ def _figure(manifest: Manifest, name: str) -> dict[str, Any]:
     file = PurePosixPath(name)
     caption = manifest.read(str(file.with_suffix(".txt"))).decode("utf-8").strip()
     picture = manifest.read(name)
-    return {"caption": caption, "image": data_url(picture), "name": file.stem, **_size(picture)}
+    return {"caption": caption, "image": data_url(compact(picture)), "name": file.stem, **_size(picture)}
+
+
+def compact(picture: bytes) -> bytes:
+    """Return an SVG picture without comments, metadata, blank space and digits below a hundredth of a point.
+
+    >>> compact(b'<svg><!-- a line -->\\n <path d="M 1.234567 2\\nL 3 4" /></svg>')
+    b'<svg><path d="M 1.23 2 L 3 4" /></svg>'
+    """
+    content = BLANK.sub(b"><", UNSEEN.sub(b"", picture))
+    return COORDINATES.sub(lambda match: b" ".join(DIGITS.sub(rb"\1", match[0]).split()), content)
 
 
 def _size(picture: bytes) -> dict[str, int]:

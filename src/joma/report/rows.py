@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ HEADINGS = {
 }
 JUDGED = {"every": "every seed", "mean": "the mean", "interval": "the 95 % interval"}
 NO_BREAK = "\u00a0"
+SCIENTIFIC = re.compile(r"(?<![\w.=])([-−]?)(\d+(?:\.\d+)?)e([+-]?\d+)(?![\w.]*\w)")
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -31,13 +33,13 @@ def row(claim: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the templates show of a claim's record."""
     sign, name = VERDICTS[claim["verdict"]]
     return {
-        "statement": claim["statement"],
-        "quantity": claim["quantity"],
+        "statement": readable(claim["statement"]),
+        "quantity": readable(claim["quantity"]),
         "expected": readable(claim["expected"]),
         "verdict": claim["verdict"],
         "sign": sign,
         "css": name,
-        "reason": claim["reason"],
+        "reason": readable(claim["reason"]),
         "number": _number(claim["measured"]),
         "judged": _judged(claim),
         "picture": dots(claim),
@@ -62,20 +64,16 @@ def by_kind(claims: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> li
 def readable(text: str) -> str:
     """Return text with its numbers like 3e-09 written as powers of ten.
 
-    >>> readable("1e+05 to 2"), readable("3.2e-09").split(NO_BREAK)
-    ('10⁵ to 2', ['3.2', '×', '10⁻⁹'])
+    >>> readable("1e+05 to 2"), readable("(3.2e-09)").split(NO_BREAK)
+    ('10⁵ to 2', ['(3.2', '×', '10⁻⁹)'])
     """
-    return " ".join(map(_power, text.split(" ")))
+    return SCIENTIFIC.sub(_power, text)
 
 
-def _power(word: str) -> str:
-    mantissa, mark, exponent = word.partition("e")
-    try:
-        float(word)
-        power = f"10{str(int(exponent)).translate(SUPERSCRIPTS)}"
-    except ValueError:
-        return word
-    return power if mark and mantissa == "1" else NO_BREAK.join((mantissa, "×", power))
+def _power(match: re.Match[str]) -> str:
+    sign, mantissa, exponent = match.groups()
+    power = f"10{str(int(exponent)).translate(SUPERSCRIPTS)}"
+    return f"{sign}{power}" if mantissa == "1" else f"{sign}{NO_BREAK.join((mantissa, '×', power))}"
 
 
 def _number(measured: Mapping[str, Any]) -> str:
