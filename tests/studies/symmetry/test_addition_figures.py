@@ -20,7 +20,7 @@ def curves(axes):
 def test_accuracy_has_a_panel_for_each_mask_and_for_residuals(addition_run):
     figure = draw_accuracy(addition_run)
     masks = ["(a)  Causal mask: is order learnt?", "(b)  Full mask: is order learnt?"]
-    residuals = ["(c)  Without residuals in all layers", "(d)  Without those of one layer"]
+    residuals = ["(c)  Without residuals in all layers", "(d)  Without residuals in one layer"]
     assert titles(figure) == [*masks, *residuals]
     labels = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
     ceiling = f"ceiling, {float(addition_run.ceiling):.3g}"

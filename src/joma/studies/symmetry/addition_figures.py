@@ -51,8 +51,8 @@ def _draw_single(panel: Axes, run: xr.Dataset, names: Sequence[str]) -> None:
             measured(panel, x, means.transpose("layer", "seed"), index, _first_word(part), linestyle="-")
     if BASELINE in run.arm.values:
         panel.axhline(float(mean_accuracy(run, BASELINE).mean()), color="black", label="none")
-    panel.set(xlabel="layer", title="Without those of one layer")
-    panel.set_ylabel("exact match, mean over training")
+    panel.set(xlabel="layer", title="Without residuals in one layer")
+    panel.set_ylabel("mean over training")
     _legend(panel, "residuals removed from")
 
 
