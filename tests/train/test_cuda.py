@@ -130,7 +130,7 @@ def test_halved_weights_train_as_whole_ones(monkeypatch, compiled):
     halved = trained(precision="bf16", compiled=compiled, gradients=False)
     assert "layers.0.lower.weight" in names
     exact = trained(precision="highest", compiled=False)
-    early = slice(0, 10)  # a step moves either by 0.05 and more; later on rounding has parted any two runs
+    early = slice(0, 5)  # a step moves either by 0.05 and more; later on rounding has parted any two runs
     for name in ("loss", "norm"):
         assert float(abs(whole[name] - halved[name]).sel(step=early).max()) < 5e-3
         assert float(abs(exact[name] - halved[name]).sel(step=early).max()) < 2e-2

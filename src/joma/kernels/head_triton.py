@@ -15,7 +15,8 @@ from torch import Tensor
 
 from joma.kernels.gpu import jit
 
-_ROWS, _CHUNK, _WARPS = 4, 2048, 8
+_ROWS, _CHUNK, _WARPS = 2, 2048, 8
+_LOWEST = tl.constexpr(-1e30)  # below every logit, and finite: −∞ less −∞ would be NaN
 
 
 def excess(logits: Tensor, bias: Tensor, target: Tensor, *, write: bool) -> Tensor:
@@ -74,15 +75,15 @@ def _excess(
     sample = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     exists, row = sample < samples, tl.program_id(0).to(tl.int64) * samples + sample
     first, target = row * columns, tl.load(target_ptr + row, mask=exists, other=0)
-    largest, total = tl.full((ROWS,), float("-inf"), dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.float32)
-    chosen = tl.zeros((ROWS,), dtype=tl.float32)
-    for start in range(0, vocabulary, CHUNK):
-        logits, tokens = _load(logits_ptr, bias_ptr, first, exists, start, vocabulary, CHUNK)
-        larger = tl.maximum(largest, tl.max(logits, 1))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(logits - larger[:, None]), 1)
-        chosen += tl.sum(tl.where(tokens[None, :] == target[:, None], logits, 0.0), 1)
+    chosen = tl.load(logits_ptr + first + target, mask=exists, other=0.0).to(tl.float32) + tl.load(bias_ptr + target)
+    largest, total = tl.full((ROWS, CHUNK), _LOWEST, dtype=tl.float32), tl.zeros((ROWS, CHUNK), dtype=tl.float32)
+    for start in range(0, vocabulary, CHUNK):  # each lane by itself: a sum over lanes would make all of them wait
+        logits, _ = _load(logits_ptr, bias_ptr, first, exists, start, vocabulary, CHUNK)
+        larger = tl.maximum(largest, logits)
+        total = total * tl.exp(largest - larger) + tl.exp(logits - larger)
         largest = larger
-    log_total = largest + tl.log(total)
+    row_largest = tl.max(largest, 1)
+    log_total = row_largest + tl.log(tl.sum(total * tl.exp(largest - row_largest[:, None]), 1))
     tl.store(nats_ptr + row, log_total - chosen, mask=exists)
     if WRITE:
         for start in range(0, columns, CHUNK):
