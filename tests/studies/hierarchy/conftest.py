@@ -45,7 +45,11 @@ def ideal() -> xr.Dataset:
     bounce = 1 + abs(xr.DataArray(STEPS, coords={"step": STEPS}) - 50) / 50
     entropy = (bounce + 0 * full.isel(pair=0)).transpose("tree", "seed", "step", "layer")
     return predicted.assign(
-        gain=full, gain_single=single, entropy=entropy, entropy_single=entropy.isel(tree=0, layer=0, drop=True)
+        gain=full.mean("layer"),
+        last_gain=full.isel(step=-1, drop=True),
+        gain_single=single,
+        entropy=entropy,
+        entropy_single=entropy.isel(tree=0, layer=0, drop=True),
     )
 
 

@@ -35,7 +35,8 @@ def test_gains_begin_at_zero_and_the_loss_near_chance(run):
     assert run.entropy_single.sizes == {"seed": 2, "step": 5}
     assert (run.entropy > 0).all()
     assert (run.entropy <= math.log(17)).all()
-    assert run.gain.sizes == {"tree": 3, "seed": 2, "step": 5, "layer": 3, "pair": 120}
+    assert run.gain.sizes == {"tree": 3, "seed": 2, "step": 5, "pair": 120}
+    np.testing.assert_allclose(run.last_gain.mean("layer"), run.gain.isel(step=-1), atol=1e-6)
     assert float(run.loss_single.isel(step=0).mean()) == pytest.approx(math.log(2), abs=0.25)
 
 
@@ -71,9 +72,9 @@ def test_every_claim_holds_on_a_run_that_agrees_with_it(ideal):
         ),
         (
             ("above-siblings", "higher", "higher-matched", "higher-beyond-root"),
-            lambda run: run.assign(gain=run.gain.isel(layer=[2, 1, 0]).assign_coords(layer=run.layer)),
+            lambda run: run.assign(last_gain=run.last_gain.isel(layer=[2, 1, 0]).assign_coords(layer=run.layer)),
         ),
-        (("above-siblings", "higher", "higher-matched"), lambda run: run.assign(gain=0 * run.gain - 1)),
+        (("above-siblings", "higher", "higher-matched"), lambda run: run.assign(last_gain=0 * run.last_gain - 1)),
         (("bounce-1",), lambda run: run.assign(entropy_single=2 - run.step / 100 + 0 * run.entropy_single)),
         (
             ("bounce-3-layer-1", "bounce-3-layer-2", "bounce-3-layer-3"),
@@ -92,6 +93,8 @@ def test_a_diverged_seed_is_nan_in_every_claim_that_uses_it(ideal, record, tree)
     """The step of divergence does not matter, even if the odds had doubled long before it."""
     from_then_on = {"seed": 1, "step": slice(int(ideal.step[record]), None)}
     diverged = ideal.copy(deep=True)
+    if tree != "single":
+        diverged.last_gain.loc[{"tree": tree, "seed": 1}] = np.nan
     for name in ("gain", "entropy"):
         if tree == "single":
             diverged[f"{name}_single"].loc[from_then_on] = np.nan

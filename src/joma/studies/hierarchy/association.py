@@ -52,7 +52,7 @@ def mean_layer(gain: xr.DataArray) -> xr.DataArray:
 
 def deep_gain(run: xr.Dataset, layers: int) -> xr.DataArray:
     """Return the gain of each pair in the deep tree, for one layer or as the mean over several."""
-    return run.gain_single if layers == 1 else run.gain.sel(tree="deep").mean("layer")
+    return run.gain_single if layers == 1 else run.gain.sel(tree="deep")
 
 
 def order_of_times(run: xr.Dataset, layers: int) -> xr.DataArray:
@@ -93,19 +93,19 @@ def mean_of_deep_pairs(values: xr.DataArray, run: xr.Dataset, height: int) -> xr
 
 def delay_of_cousins(run: xr.Dataset, tree: str) -> xr.DataArray:
     """Return the steps by which cousins double later in the deep tree than the same tokens do in another, per seed."""
-    times = mean_of_deep_pairs(doubling_time(run.gain.mean("layer")), run, COUSINS)
+    times = mean_of_deep_pairs(doubling_time(run.gain), run, COUSINS)
     return times.sel(tree="deep") - times.sel(tree=tree)
 
 
 def gain_layer(run: xr.Dataset, height: int) -> xr.DataArray:
     """Return the mean layer of the last gain of the pairs that have this height in the deep tree, by tree and seed."""
-    return mean_layer(mean_of_deep_pairs(run.gain.isel(step=-1), run, height))
+    return mean_layer(mean_of_deep_pairs(run.last_gain, run, height))
 
 
 def gain_layer_beyond_root(run: xr.Dataset, height: int) -> xr.DataArray:
     """Return the mean layer of what these pairs gain beyond the pairs that only the root joins, by tree and seed."""
-    last = run.gain.isel(step=-1)
-    return mean_layer(mean_of_deep_pairs(last, run, height) - mean_of_deep_pairs(last, run, ROOT))
+    gain, root_gain = (mean_of_deep_pairs(run.last_gain, run, level) for level in (height, ROOT))
+    return mean_layer(gain - root_gain)
 
 
 def lift_of_cousins(

@@ -122,8 +122,7 @@ def final_order(run: xr.Dataset, arm: str) -> xr.DataArray:
 
 def gain_error(run: xr.Dataset, arm: str) -> xr.DataArray:
     """Return the `relative_error` of the relative gain at the end, per seed."""
-    end = run.sel(arm=arm).isel(step=-1)
-    return relative_error(end.logit, end.gain)
+    return relative_error(run.logit.sel(arm=arm).isel(step=-1), run.gain.sel(arm=arm))
 
 
 def relative_error(logit: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:

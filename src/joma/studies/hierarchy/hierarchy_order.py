@@ -73,7 +73,11 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 
 def _train(config: Config, context: Context, tree: HBLT, layers: int, *, label: str) -> xr.Dataset:
-    """Train a decoder on a tree and record each pair's gain in mutual attention since the start of training."""
+    """Train a decoder on a tree and record each pair's gain in mutual attention since the start of training.
+
+    `gain` is the mean over layers, `last_gain` that of each layer at the last step: all steps of all layers would be
+    most of a stored run.
+    """
     steps, batch, pool = (whole(name, getattr(config, name)) for name in ("steps", "batch", "pool"))
     queries = whole("asked", config.asked, high=TOKENS - 1)
     generators = context.seed_generators()
@@ -96,7 +100,8 @@ def _train(config: Config, context: Context, tree: HBLT, layers: int, *, label: 
         label=label,
     )
     gain = trajectory.attention - trajectory.attention.isel(step=0)
-    return trajectory[["loss", "entropy", "diverged"]].assign(gain=gain).assign_coords(layer=np.arange(1, layers + 1))
+    gains = {"gain": gain.mean("layer"), "last_gain": gain.isel(step=-1, drop=True)}
+    return trajectory[["loss", "entropy", "diverged"]].assign(gains).assign_coords(layer=np.arange(1, layers + 1))
 
 
 def order_claims(layers: int) -> tuple[Claim, ...]:
@@ -322,12 +327,12 @@ def _leave_room_for_legend(panel: Axes) -> None:
 def draw_depth(run: xr.Dataset) -> Figure:
     """Draw when and in which layer the deep tree's cousins are associated, in that tree and in the shallow ones."""
     figure, axes = canvas(1, 3, width=3.4, height=2.9)
-    curves, last = run.gain.mean("layer"), run.gain.isel(step=-1)
-    times = doubling_time(curves)
+    times = doubling_time(run.gain)
     shown = [(tree, COUSINS, label) for tree, label in TREE_LABELS.items()] + [("deep", SIBLINGS, "deep, siblings")]
     for index, (tree, height, label) in enumerate(shown):
         curve, time, gain_by_layer = (
-            association.mean_of_deep_pairs(values, run, height).sel(tree=tree) for values in (curves, times, last)
+            association.mean_of_deep_pairs(values, run, height).sel(tree=tree)
+            for values in (run.gain, times, run.last_gain)
         )
         centre = association.gain_layer(run, height).sel(tree=tree)
         band(axes[0, 0], run.step, curve, index, label)
@@ -407,7 +412,7 @@ STUDY = Study(
         "quick": Preset(Config(), seeds=3, seconds=40),
         # With 8 seeds the spread of the layers' centres, 0.3 of a layer, was as large as their distances.
         "paper": Preset(
-            Config(width=64, rate=2e-3, steps=3000, batch=96, pool=1000, probes=512, moments=150),
+            Config(width=64, rate=2e-3, steps=3000, batch=96, pool=1000, probes=512, moments=100),
             seeds=24,
             seconds=9000,
         ),
