@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from joma.watch import attention, interception
+from joma.arguments import InputError
+from joma.watch import AttentionNotSeen, attention, interception
 from tiny_models import random_normal, textbook_entropy
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 5, 4
@@ -219,3 +220,151 @@ def test_a_column_that_differs_from_row_to_row_is_a_key(columns: slice) -> None:
         layer(query, key, value)
     weights = torch.cat([query @ key.mT, query.sum(-1, keepdim=True)], -1).softmax(-1)
     torch.testing.assert_close(seen.passes[0]["Layer"], textbook_entropy(weights), atol=2e-6, rtol=0)
+
+
+def renormalised_top(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).softmax(-1)
+    weights = weights.masked_fill(weights < weights.topk(2).values[..., -1:], 0.0)
+    return (weights / weights.sum(-1, keepdim=True)) @ value
+
+
+def top_without_the_rest(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).softmax(-1)
+    return torch.where(weights >= weights.topk(2).values[..., -1:], weights, 0.0) @ value
+
+
+def scattered_top(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    top, index = (query @ key.mT).softmax(-1).topk(2)
+    return torch.zeros(BATCH, HEADS, LENGTH, LENGTH).scatter_(-1, index, top) @ value
+
+
+def masked_by_an_index(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).softmax(-1)
+    mask = torch.zeros_like(weights, dtype=torch.bool).scatter(-1, weights.topk(2).indices, True)
+    return weights.masked_fill(~mask, 0.0) @ value
+
+
+MIXER = nn.Linear(HEADS, HEADS)
+MIXING = nn.Parameter(random_normal(HEADS, HEADS, seed=8))
+
+
+def talking_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).softmax(-1)
+    return MIXER(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ value
+
+
+def talking_heads_by_einsum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.einsum("bhij,hg->bgij", (query @ key.mT).softmax(-1), MIXING)
+    return torch.einsum("bhij,bhjd->bhid", weights, value)
+
+
+def sharpened(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.mT).softmax(-1).pow(2) @ value
+
+
+def scaled_by_key(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return ((query @ key.mT).softmax(-1) * torch.arange(1.0, 1 + LENGTH)) @ value
+
+
+def changed_in_place(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).softmax(-1)
+    weights.sqrt_()
+    return weights @ value
+
+
+def changed_in_a_view(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).softmax(-1)
+    weights[..., :2] *= 0.5
+    return weights @ value
+
+
+def set_to_a_number(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).softmax(-1)
+    weights[..., 0] = 0.25
+    return weights @ value
+
+
+CHANGES = [
+    renormalised_top,
+    top_without_the_rest,
+    scattered_top,
+    masked_by_an_index,
+    talking_heads,
+    talking_heads_by_einsum,
+    sharpened,
+    scaled_by_key,
+    changed_in_place,
+    changed_in_a_view,
+    set_to_a_number,
+]
+
+
+def check_not_seen(compute: Callable, reason: str) -> None:
+    """A layer is listed with the reason and not recorded, beside one that is; the outputs are the same bits."""
+    model = nn.ModuleList([Layer(method), Layer(compute)])
+    plain = model[1](*inputs())
+    context = attention(model, maps=True)
+    seen = context.__enter__()
+    outputs = [layer(*inputs()) for layer in model]
+    with pytest.warns(AttentionNotSeen, match=reason):
+        context.__exit__(None, None, None)
+    assert torch.equal(outputs[1], plain)
+    assert seen.not_seen == {"1": f"Layer {reason}"}
+    assert [list(layers) for layers in seen.passes] == [["0"]]
+    with pytest.raises(InputError, match="`layer` must be one of 0"):
+        seen.maps("1")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compute", CHANGES, ids=lambda compute: compute.__name__)
+def test_weights_that_are_changed_after_the_softmax_are_listed(compute: Callable) -> None:
+    check_not_seen(compute, "changes its weights after the softmax")
+
+
+def test_changes_in_place_are_seen_in_inference_mode() -> None:
+    for compute in (changed_in_place, set_to_a_number):
+        with torch.inference_mode():
+            check_not_seen(compute, "changes its weights after the softmax")
+
+
+def difference_of_softmaxes(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return ((query @ key.mT).softmax(-1) - 0.5 * (key @ query.mT).softmax(-1)) @ value
+
+
+def test_weights_of_several_softmaxes_are_listed() -> None:
+    check_not_seen(difference_of_softmaxes, "weighs values by several softmaxes")
+
+
+def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return query.softmax(-1) @ (key.softmax(-2).mT @ value)
+
+
+def linear_attention_by_einsum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    context = torch.einsum("bhjd,bhje->bhed", key.softmax(2), value)
+    return torch.einsum("bhed,bhid->bhie", context, query.softmax(-1) * 0.5)
+
+
+@pytest.mark.parametrize(
+    "compute", [linear_attention, linear_attention_by_einsum], ids=lambda compute: compute.__name__
+)
+def test_linear_attention_is_no_attention(compute: Callable) -> None:
+    check_not_seen(compute, "averages values that a softmax has averaged already: linear attention")
+
+
+MASK = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+
+
+def with_harmless_functions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Apply again what leaves the weights: a head mask, a mask that hides nothing, scales, and copies."""
+    weights = (query @ key.mT).softmax(-1).clone() * torch.tensor([1.0, 0.0, 2.0])[:, None, None]
+    weights = weights.masked_fill(weights.isnan(), 0.0).nan_to_num().masked_fill_(~MASK, 0.0)
+    weights = torch.where(MASK, weights, torch.zeros_like(weights)) * MASK
+    weights[~MASK.expand_as(weights)] = 0.0
+    return (2 * weights / 3.0).reshape(BATCH, HEADS, LENGTH, LENGTH) @ value
+
+
+def test_functions_that_leave_the_weights_leave_them_recorded() -> None:
+    layer = Layer(with_harmless_functions)
+    with attention(layer, reduce="none") as seen:
+        layer(*inputs())
+    torch.testing.assert_close(seen.passes[0]["Layer"], expected_entropy(), atol=2e-6, rtol=0)

@@ -97,7 +97,6 @@ STAGES = {"embed_dims": (16, 32), "depths": (1, 1), "num_heads": (2, 4)}
 TNT = {"inner_dim": 8, "num_heads_inner": 2, "num_heads_outer": 4}
 TIMM = {  # the options of tiny models; images are 32 x 32, or as `img_size` says
     "beit_base_patch16_224": VIT,
-    "cait_xxs24_224": VIT,
     "crossvit_tiny_240": {
         **{"img_size": 32, "img_scale": (1.0, 1.0), "patch_size": (8, 16), "embed_dim": (16, 32)},
         **{"depth": ((1, 1, 0),), "num_heads": (2, 4), "mlp_ratio": (2, 2, 1)},
@@ -148,6 +147,7 @@ AXES = {  # of weights that are not [batch, head, query, key]
     "volo.VOLO": "bhn",
 }
 PARTIAL = {  # the options, the layers that are not seen, and why
+    "cait_xxs24_224": (VIT, ["blocks.0.attn", "blocks.1.attn"], "heads are mixed after the softmax"),
     "convit_tiny": ({**VIT, "local_up_to_layer": 1}, ["blocks.0.attn"], "a sum of two softmaxes"),
     "davit_tiny": (STAGES, ["stages.0.blocks.0.1.attn", "stages.1.blocks.0.1.attn"], "channels attend to channels"),
     "xcit_nano_12_p16_224": (

@@ -30,7 +30,7 @@ from joma.watch.empty_keys import without_empty_keys
 from joma.watch.flex import flex_call
 from joma.watch.layouts import attends_globally, fits, in_order, layout
 from joma.watch.recording import Recording
-from joma.watch.softmaxes import SOFTMAXES, Softmaxes, Use, attention_logits, head_count, holds_values
+from joma.watch.softmaxes import LINEAR, SOFTMAXES, Softmaxes, Use, attention_logits, head_count, holds_values
 from joma.watch.switches import compilation
 from joma.watch.unseen import NO_VALUES, never_recorded
 
@@ -76,14 +76,16 @@ class Interceptor(TorchFunctionMode):
         """The recordings of models that are being called."""
         return [recording for recording in self.recordings if recording.active]
 
-    def measure(self, call: AttentionCall, depths: Mapping[Recording, int] | None = None) -> None:
+    def measure(self, call: AttentionCall, depths: Mapping[Recording, int] | None = None) -> dict[Recording, str]:
         """Add the measures of an attention to each active recording; recordings with equal options share them.
 
         `depths` says how deep in the stack of calls the module is that computes it; the innermost if not given.
+        Returns the label of the attention in each recording.
         """
+        labels: dict[Recording, str] = {}
         active = [recording for recording in self.active if not _overlooked(recording, call)]
         if not active:
-            return
+            return labels
         tensor = cast(Tensor, call.query if call.logits is None else call.logits)
         keys = cast(Tensor, call.key).shape[-2] if call.logits is None else tensor.shape[-1]
         with _without_autocast(tensor.device.type):
@@ -97,7 +99,8 @@ class Interceptor(TorchFunctionMode):
                     continue
                 values = {name: _three_axes(row) for name, row in rows.items()}
                 for recording in recordings:
-                    recording.record(call, values, keys, (depths or {}).get(recording, 0))
+                    labels[recording] = recording.record(call, values, keys, (depths or {}).get(recording, 0))
+        return labels
 
     def call_measured(
         self, function: Callable[..., Any], call: AttentionCall | InputError, *args: Any, **kwargs: Any
@@ -184,24 +187,41 @@ class Interceptor(TorchFunctionMode):
     def _subtract(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         result = func(*args, **kwargs)
         self.softmaxes.note_shift(args, result)
+        if self._followed:
+            self.softmaxes.follow(func, args, kwargs, result)  # which is no use of them
         return result
 
     def _measure_softmax(self, use: Use) -> None:
         """Measure a softmax that has averaged values, as attention of the module that called both."""
         depths: dict[Recording, int] = {}
-        heads = None
+        heads, reason = None, self._refusal(use)
         for recording, before in use.softmax.context.items():
             now = recording.call_stack
             common = [frame for frame, other in zip(before, now, strict=False) if frame is other]
             depths[recording] = len(common)
-            if use.softmax.overwritten:
-                recording.overlook("it changes its logits in place after the softmax", len(common))
+            if reason:
+                module = common[-1].module if common else now[-1].module
+                recording.overlook(f"{type(module).__name__} {reason}", len(common))
             elif not common or not common[-1].is_one_head(use.softmax.logits.shape, use.queries):
                 heads = heads or head_count(frame.module for frame in reversed(common))
-        if use.softmax.overwritten:
-            return
-        logits, sinks = attention_logits(use, heads)
-        self.measure(AttentionCall(logits=logits, sink_logits=sinks), depths)
+        if not reason:
+            logits, sinks = attention_logits(use, heads)
+            use.softmax.labels = self.measure(AttentionCall(logits=logits, sink_logits=sinks), depths)
+
+    @staticmethod
+    def _refusal(use: Use) -> str:
+        """Return why a softmax that averages values is not measured, or ""; linear attention takes two of them."""
+        first = use.averaged
+        if first is not None and _in_one_call(first.context, use.softmax.context):
+            for recording, label in first.labels.items():
+                recording.retract(label)
+            return LINEAR
+        return use.change or ("changes its logits in place after the softmax" if use.softmax.overwritten else "")
+
+
+def _in_one_call(first: Mapping[Recording, Any], second: Mapping[Recording, Any]) -> bool:
+    """Whether two softmaxes were taken in the same call of a module, by the stacks of calls at both."""
+    return any(first[recording][-1] is second[recording][-1] for recording in first if recording in second)
 
 
 def _rows(call: AttentionCall, recordings: list[Recording], keys: Any) -> dict[str, Tensor]:

@@ -46,6 +46,11 @@ class KeptCalls:
         if sum(self._sizes[kept] for kept in (*self._calls, layer)) <= self.limit:
             self._calls[layer] = dataclasses.replace(call, **{name: _copy(value) for name, value in tensors.items()})
 
+    def drop(self, layer: str) -> None:
+        """Forget the call of a layer."""
+        self._calls.pop(layer, None)
+        self._sizes.pop(layer, None)
+
     def call(self, layer: Any) -> tuple[str, AttentionCall]:
         """Return the name of a layer, given by name or number, and the arguments of its call."""
         if not self._sizes:

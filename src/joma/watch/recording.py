@@ -286,8 +286,11 @@ class Recording(RecordingViews):
 
     def record(
         self, call: AttentionCall, values: dict[str, Float[Tensor, "batch head query"]], keys: int, depth: int = 0
-    ) -> None:
-        """Keep the measures of one attention of the module that is called, `depth` levels deep or the innermost."""
+    ) -> str:
+        """Keep the measures of one attention of the module that is called, `depth` levels deep or the innermost.
+
+        Returns its label in this pass.
+        """
         self.longest = max(self.longest, keys)
         self._explain()
         name = self._call_stack[depth - 1].name or self._model_name
@@ -299,6 +302,13 @@ class Recording(RecordingViews):
         self._pending[label] = _Pending(values, rows)
         for listener in self.listeners:
             listener(label, call)
+        return label
+
+    def retract(self, label: str) -> None:
+        """Forget an attention of the current pass that has turned out to be none."""
+        self._pending.pop(label, None)
+        if self._kept is not None:
+            self._kept.drop(label)
 
     def close(self) -> None:
         """Reduce what is pending, forget the modules, and warn of what was not seen."""

@@ -1,22 +1,25 @@
 """Find the attention of modules that compute their own weights: a softmax whose result averages values.
 
-A softmax alone may be anything: a router, a gate, the output of a classifier. Its result is followed through dropout,
-casts, masks, views and permutations until a matrix product or an einsum adds up its axis of keys. If the other factor
-has an axis of keys but no axis of queries, and is no parameter, then the softmax was attention, and its logits are
-measured. `HEAD_COUNTS` and `CHANNEL_ATTENTION` hold what is known of modules by name.
+A softmax alone may be anything: a router, a gate, the output of a classifier. Its result is followed until a matrix
+product or an einsum adds up its axis of keys. If the other factor has an axis of keys but no axis of queries, and is no
+parameter, then the softmax was attention. Its logits are measured if all functions in between leave the weights as they
+are (`weight_functions`). If one changes them, the weights are not those of the logits, and the reason is reported.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from joma.watch.weight_functions import COPIES, PERMUTATIONS, SELECTIONS, VIEWS, WITHOUT_WEIGHTS, leaves_weights
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head", "h")
 Axes = tuple[tuple[int, ...], ...]  # for each axis of a tensor, the axes of the softmax that it comes from
@@ -32,22 +35,9 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # the positions of the two factors amo
     torch.baddbmm: (1, 2),
     Tensor.baddbmm: (1, 2),
 }
-PERMUTATIONS = frozenset(
-    (
-        torch.permute,
-        Tensor.permute,
-        torch.transpose,
-        Tensor.transpose,
-        torch.swapaxes,
-        Tensor.swapaxes,
-        torch.swapdims,
-        Tensor.swapdims,
-        torch.movedim,
-        Tensor.movedim,
-        cast(Any, Tensor).mT.__get__,
-        cast(Any, Tensor).T.__get__,
-    )
-)
+CHANGED = "changes its weights after the softmax"
+SEVERAL = "weighs values by several softmaxes"
+LINEAR = "averages values that a softmax has averaged already: linear attention"
 
 
 @dataclass(slots=True)
@@ -59,6 +49,7 @@ class Softmax:
     version: int | None  # of the logits when the weights were computed, or None if unknown
     context: Any  # what the caller wants to know of the moment of the softmax
     used: bool = False
+    labels: dict[Any, str] = field(default_factory=dict)  # of the attention that the caller has measured
 
     @property
     def overwritten(self) -> bool:
@@ -67,12 +58,42 @@ class Softmax:
 
 
 class _Trace(NamedTuple):
-    """A tensor that holds the weights of a softmax, possibly permuted, masked or cut."""
+    """A tensor that holds the weights of a softmax, possibly permuted, masked or cut, or something made of them."""
 
     tensor: weakref.ref[Tensor]
     softmax: Softmax
     axes: Axes
     columns: tuple[int, int]  # the first key and the end of those that are left
+    change: str  # how the weights have been changed; "" if they have not
+    version: int | None  # of the tensor, or None if unknown
+
+    @property
+    def key_axis(self) -> int | None:
+        """The axis of keys."""
+        axis = (self.softmax.axis,)
+        return self.axes.index(axis) if axis in self.axes else None
+
+    def changed(self) -> str:
+        """Return how the weights have been changed, in place too."""
+        tensor = self.tensor()
+        overwritten = self.version is not None and tensor is not None and self.version != tensor._version
+        return self.change or (CHANGED if overwritten else "")
+
+
+class _Call(NamedTuple):
+    """A call of a function of torch."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Product(NamedTuple):
+    """A product of weights with other factors."""
+
+    queries: tuple[int, ...] = ()  # their axes of the logits, if the product adds up the keys of attention
+    values: Sequence[Tensor] = ()  # the other factors
+    keeps_keys: bool = False  # whether the result has an axis of keys
 
 
 class Use(NamedTuple):
@@ -81,6 +102,8 @@ class Use(NamedTuple):
     softmax: Softmax
     queries: tuple[int, ...]  # axes of the logits
     columns: tuple[int, int]
+    change: str = ""  # why its logits are not those of the weights
+    averaged: Softmax | None = None  # the softmax that has averaged the values before
 
 
 class Softmaxes:
@@ -93,6 +116,7 @@ class Softmaxes:
     def __init__(self) -> None:
         self.traces: dict[int, _Trace] = {}
         self._shift: tuple[weakref.ref[Tensor], Tensor] | None = None  # logits minus their maximum, and the logits
+        self._averages: deque[tuple[weakref.ref[Tensor], Softmax]] = deque(maxlen=4)  # the last averages of values
 
     def __bool__(self) -> bool:
         return bool(self.traces)
@@ -100,6 +124,7 @@ class Softmaxes:
     def clear(self) -> None:
         """Forget all of them."""
         self.traces.clear()
+        self._averages.clear()
         self._shift = None
 
     def add(self, logits: Tensor, weights: Tensor, dim: int, context: Any) -> None:
@@ -127,21 +152,32 @@ class Softmaxes:
     ) -> Use | None:
         """Follow the weights among the arguments of a call to its result; return their use if this is one."""
         operands = list(self._operands(args, kwargs))
-        if len({id(trace.softmax) for _, trace in operands}) > 1:
-            return None  # weights that are a sum or a product of softmaxes are the weights of neither
-        for position, trace in operands:
-            if func in PRODUCTS:
-                queries = _product_queries(func, args, position, trace)
-            elif func is torch.functional.einsum:
-                queries = _einsum_queries(args, position, trace)
-            else:
-                self._derive(func, args, kwargs, trace, result)
-                continue
-            if queries and not trace.softmax.used:
+        if not operands:
+            return None
+        call, several = _Call(func, args, kwargs or {}), len({id(trace.softmax) for _, trace in operands}) > 1
+        for position, trace in () if several else operands:
+            product = _product(call, position, trace)
+            if product is None:
+                break
+            if product.queries and not trace.softmax.used:
                 trace.softmax.used = True
                 self._forget(trace.softmax)
-                return Use(trace.softmax, queries, trace.columns)
+                return self._use(trace, product, result)
+            if not product.keeps_keys:
+                return None
+        self._derive(call, operands, SEVERAL if several else "", result)
         return None
+
+    def _use(self, trace: _Trace, product: _Product, result: Any) -> Use:
+        """Return the use of a softmax, and remember what it has averaged."""
+        averaged = None
+        for average, softmax in self._averages:
+            tensor = average()
+            if tensor is not None and any(_same_storage(value, tensor) for value in product.values):
+                averaged = softmax
+        if isinstance(result, Tensor):
+            self._averages.append((weakref.ref(result), trace.softmax))
+        return Use(trace.softmax, product.queries, trace.columns, trace.changed(), averaged)
 
     def _operands(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[tuple[int, _Trace]]:
         """Yield the arguments that hold weights, with their positions; a list counts as its items."""
@@ -151,39 +187,50 @@ class Softmaxes:
                 if trace is not None and trace.tensor() is value:
                     yield position + offset, trace
 
-    def _derive(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        trace: _Trace,
-        result: Any,
-    ) -> None:
-        """Follow the weights to `result` if it is a tensor in which each axis comes from known axes."""
+    def _derive(self, call: _Call, operands: list[tuple[int, _Trace]], change: str, result: Any) -> None:
+        """Follow the weights to the tensors of `result`, and note whether the function may have changed them."""
+        func, trace = call.func, operands[0][1]
         tensor = trace.tensor()
-        if tensor is None or not isinstance(result, Tensor) or not result.is_floating_point():
+        if tensor is None or func in WITHOUT_WEIGHTS:
             return
-        axes, columns = trace.axes, trace.columns
-        if func in PERMUTATIONS:
-            numbered = torch.empty(*range(2, 2 + tensor.ndim), device="meta")
-            axes = tuple(axes[size - 2] for size in func(numbered, *args[1:], **(kwargs or {})).shape)
-        elif result.shape == tensor.shape:
-            pass
-        elif result.numel() == tensor.numel():
-            axes = _reshaped(axes, tensor.shape, result.shape)
-        elif result.ndim == tensor.ndim and _same_storage(result, tensor):
-            columns = _cut(trace, tensor, result)
-        else:
-            return
-        self._keep(result, trace.softmax, axes, columns)
+        if func is Tensor.__setitem__:
+            func, result = (torch.masked_fill if _is_mask(*call.args[1:]) else func), call.args[0]
+        for _, other in operands:  # a function that works in place has made a new version by now
+            change = change or (other.change if other.tensor() is result else other.changed())
+        alone = len(operands) == 1 or func in COPIES or func in VIEWS
+        arguments = (*call.args, *call.kwargs.values())
+        if not change and not (alone and leaves_weights(func, arguments, tensor, trace.key_axis)):
+            change = CHANGED
+        for part in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(part, Tensor) and (change or part.is_floating_point()):
+                self._follow_to(part, call, trace, change)
 
-    def _keep(self, tensor: Tensor, softmax: Softmax, axes: Axes, columns: tuple[int, int]) -> None:
+    def _follow_to(self, part: Tensor, call: _Call, trace: _Trace, change: str) -> None:
+        """Follow the weights to a tensor if each of its axes comes from known axes."""
+        tensor, axes, columns = trace.tensor(), trace.axes, trace.columns
+        if tensor is None:
+            return
+        if call.func in PERMUTATIONS:
+            numbered = torch.empty(*range(2, 2 + tensor.ndim), device="meta")
+            axes = tuple(axes[size - 2] for size in call.func(numbered, *call.args[1:], **call.kwargs).shape)
+        elif part.shape == tensor.shape:
+            pass
+        elif part.numel() == tensor.numel():
+            axes = _reshaped(axes, tensor.shape, part.shape)
+        elif part.ndim == tensor.ndim and call.func in VIEWS and _same_storage(part, tensor):
+            columns = _cut(trace, tensor, part)
+        elif part.ndim != tensor.ndim or call.func not in SELECTIONS:
+            return
+        self._keep(part, trace.softmax, axes, columns, change)
+
+    def _keep(self, tensor: Tensor, softmax: Softmax, axes: Axes, columns: tuple[int, int], change: str = "") -> None:
         number = id(tensor)
 
         def forget(_: object, traces: dict[int, _Trace] = self.traces) -> None:
             traces.pop(number, None)
 
-        self.traces[number] = _Trace(weakref.ref(tensor, forget), softmax, axes, columns)
+        version = None if tensor.is_inference() else tensor._version
+        self.traces[number] = _Trace(weakref.ref(tensor, forget), softmax, axes, columns, change, version)
 
     def _forget(self, softmax: Softmax) -> None:
         for number, trace in list(self.traces.items()):
@@ -245,39 +292,49 @@ def head_count(modules: Iterator[nn.Module]) -> int | None:
     return None
 
 
-def _product_queries(func: Any, args: tuple[Any, ...], position: int, trace: _Trace) -> tuple[int, ...]:
-    """Return the axes of queries if this product adds up the keys, else ()."""
-    left, right = PRODUCTS[func]
-    if position not in (left, right) or len(args) <= max(left, right):
-        return ()
+def _product(call: _Call, position: int, trace: _Trace) -> _Product | None:
+    """Return what a product does with the weights at a position of its arguments; None if it is no product."""
+    if call.func in PRODUCTS:
+        return _matrix_product(call, position, trace)
+    return _einsum(call.args, position, trace) if call.func is torch.functional.einsum else None
+
+
+def _matrix_product(call: _Call, position: int, trace: _Trace) -> _Product:
+    """Return the axes of queries if a matrix product adds up the keys."""
+    left, right = PRODUCTS[call.func]
+    if position not in (left, right) or len(call.args) <= max(left, right):
+        return _Product()
     axes = trace.axes if position == left else (*trace.axes[:-2], *reversed(trace.axes[-2:]))
-    other = args[right if position == left else left]
-    if len(axes) < 2 or axes[-1] != (trace.softmax.axis,) or not isinstance(other, Tensor) or _is_parameter(other):
-        return ()
-    return axes[-2]
+    other = call.args[right if position == left else left]
+    if len(axes) < 2 or not isinstance(other, Tensor):
+        return _Product()
+    if axes[-1] != (trace.softmax.axis,):
+        return _Product(keeps_keys=True)
+    return _Product() if _is_parameter(other) else _Product(axes[-2], [other])
 
 
-def _einsum_queries(args: tuple[Any, ...], position: int, trace: _Trace) -> tuple[int, ...]:
-    """Return the axes of queries if this einsum adds up the keys, else ()."""
+def _einsum(args: tuple[Any, ...], position: int, trace: _Trace) -> _Product:
+    """Return the axes of queries if an einsum adds up the keys."""
     if not isinstance(args[0], str):
-        return ()
+        return _Product()
     inputs, arrow, output = args[0].replace(" ", "").partition("->")
     terms = inputs.split(",")
     operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
     if not arrow:
         letters = inputs.replace(",", "").replace(".", "")
         output = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
-    own = terms.pop(position - 1)
-    others = [term for term, operand in zip(terms, _without(operands, position - 1), strict=True)]
+    term = terms.pop(position - 1)
     values = [operand for operand in _without(operands, position - 1) if not _is_parameter(operand)]
-    before, _, after = own.partition("...")
+    before, _, after = term.partition("...")
     named = dict(zip(before, trace.axes, strict=False)) | dict(zip(reversed(after), reversed(trace.axes), strict=False))
     keys = [letter for letter, origin in named.items() if origin == (trace.softmax.axis,)]
-    joined = "".join(others)
-    if len(keys) != 1 or keys[0] in output or keys[0] not in joined or not values:
-        return ()
+    joined = "".join(terms)
+    if len(keys) == 1 and keys[0] in output:
+        return _Product(keeps_keys=True)
+    if len(keys) != 1 or keys[0] not in joined or not values:
+        return _Product()
     queries = [origin for letter, origin in named.items() if letter not in joined and letter in output]
-    return tuple(sorted(axis for origin in queries for axis in origin))
+    return _Product(tuple(sorted(axis for origin in queries for axis in origin)), values)
 
 
 def _without(items: Any, index: int) -> list[Any]:
@@ -289,16 +346,22 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
+def _is_mask(index: Any, value: Any) -> bool:
+    """Whether `weights[index] = value` fills what a mask hides."""
+    return isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(value, Tensor)
+
+
 def _same_storage(result: Tensor, tensor: Tensor) -> bool:
-    if cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor(result):  # which has no storage of its own
+    is_wrapped = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor
+    if is_wrapped(result) or is_wrapped(tensor):  # which have no storage of their own
         return False
     return result.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 
 def _cut(trace: _Trace, tensor: Tensor, result: Tensor) -> tuple[int, int]:
     """Return which keys a slice of the weights holds."""
-    axis = trace.axes.index((trace.softmax.axis,)) if (trace.softmax.axis,) in trace.axes else -1
-    if axis < 0 or result.shape[axis] == tensor.shape[axis]:
+    axis = trace.key_axis
+    if axis is None or result.shape[axis] == tensor.shape[axis]:
         return trace.columns
     offset = int(result.storage_offset() - tensor.storage_offset()) // max(1, tensor.stride(axis))
     first = trace.columns[0] + offset % tensor.shape[axis]

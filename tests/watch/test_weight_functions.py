@@ -1,0 +1,82 @@
+"""Which functions leave the distribution of weights, against the rows themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from joma.watch.weight_functions import COPIES, DIVISIONS, MASKS, MULTIPLICATIONS, VIEWS, leaves_weights
+from tiny_models import random_normal
+
+SHAPE = 2, 3, 4, 5
+
+
+def weights(axis: int = -1) -> Tensor:
+    return random_normal(*SHAPE).softmax(axis)
+
+
+def same_rows(result: Tensor, axis: int) -> bool:
+    """Return whether the rows of a result, divided by their sums, are those of the weights."""
+    return torch.allclose(result / result.sum(axis, keepdim=True), weights(axis), atol=1e-6)
+
+
+@pytest.mark.parametrize("func", sorted(MULTIPLICATIONS, key=str), ids=str)
+@given(st.lists(st.integers(0, 3), max_size=4, unique=True), st.integers(0, 3))
+def test_a_factor_leaves_rows_if_it_is_the_same_for_all_keys(func: Callable, axes: list[int], key_axis: int) -> None:
+    shape = [size if axis in axes else 1 for axis, size in enumerate(SHAPE)]
+    positive, tensor = random_normal(*shape, seed=1).abs() + 0.1, weights(key_axis)
+    for factor in (positive, positive.squeeze(0)):
+        expected = same_rows(tensor * factor, key_axis)
+        assert leaves_weights(func, (tensor, factor), tensor, key_axis) == expected
+        assert leaves_weights(func, (factor, tensor), tensor, key_axis) == expected
+    assert leaves_weights(func, (tensor, 2.0), tensor, None)
+    assert leaves_weights(func, (tensor, positive > 0), tensor, None)
+    assert not leaves_weights(func, (tensor, tensor.sum(-1, keepdim=True)), tensor, None)
+
+
+@pytest.mark.parametrize("func", sorted(DIVISIONS, key=str), ids=str)
+def test_only_numbers_divide(func: Callable) -> None:
+    tensor = weights()
+    assert leaves_weights(func, (tensor, 2.0), tensor, 3)
+    assert leaves_weights(func, (tensor, torch.tensor(2.0)), tensor, 3)
+    assert not leaves_weights(func, (tensor, tensor.sum(-1, keepdim=True)), tensor, 3)  # weights may have been masked
+    assert not leaves_weights(func, (torch.tensor(2.0), tensor), tensor, 3)
+
+
+def test_copies_and_views_leave_the_numbers() -> None:
+    """Every function of the lists returns the numbers that it is given."""
+    tensor = weights()
+    arguments: dict[str, tuple[Any, ...]] = {
+        "to": (torch.float64,), "type": (torch.float64,), "type_as": (tensor.double(),), "view": (-1,),
+        "view_as": (tensor,), "reshape": ((-1,),), "reshape_as": (tensor,), "unflatten": (0, (1, 2)), "unsqueeze": (0,),
+        "expand": (1, *SHAPE), "expand_as": (tensor,), "broadcast_to": (SHAPE,), "__getitem__": (slice(None),),
+        "narrow": (0, 0, 2), "select": (0, 0),
+    }  # fmt: skip
+    for func in COPIES | VIEWS:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "cuda"):
+            continue
+        result = func(tensor, *arguments.get(name, ()))
+        expected = tensor[0] if name == "select" else tensor
+        tolerance = 1e-2 if name in ("half", "bfloat16") else 1e-7
+        torch.testing.assert_close(result.flatten().double(), expected.flatten().double(), atol=tolerance, rtol=0)
+
+
+def test_masks_are_of_few_kinds() -> None:
+    assert F.dropout in MASKS
+    assert {func.__name__ for func in MASKS} == {
+        "dropout", "dropout_", "masked_fill", "masked_fill_", "where", "nan_to_num", "nan_to_num_"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("func", [torch.sqrt, Tensor.pow, torch.clamp, F.normalize, torch.sub, torch.cumsum])
+def test_other_functions_may_change_weights(func: Callable) -> None:
+    tensor = weights()
+    assert not leaves_weights(func, (tensor, 2), tensor, 3)
