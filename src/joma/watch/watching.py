@@ -54,7 +54,7 @@ def attention(
     `nn.MultiheadAttention`, `nn.TransformerEncoder`, timm's, your own. It never builds an L x L matrix that the model
     does not build itself, and the model's outputs are the same bits. FlexAttention, FlashAttention and transformers'
     registry of attention functions are measured from their arguments. A module that seems to be attention and was not
-    recorded, or changes its weights after the softmax, is listed in `not_seen` with the reason, and one warning names it.
+    recorded, or changes its weights after the softmax, is listed in `not_seen` with the reason; one warning names it.
 
     Two things are switched inside the context, with one warning each, and change outputs by rounding errors: the
     fused fast path of `nn.MultiheadAttention` and `nn.TransformerEncoder` is off (padded rows, which it leaves at 0,
