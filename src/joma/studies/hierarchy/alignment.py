@@ -339,7 +339,7 @@ def outcome(run: xr.Dataset) -> str:
     return (
         f"After training the alignment in {cells} cell{'s' * (cells > 1)} is {after[0]} for s = 0 and {after[1]} for "
         f"s = 1; the published cells span 0.94 to 1.00 and 0.55 to 0.81. Before training it is {before[0]} and "
-        f"{before[1]} already: training changes it by {changes[0]} and {changes[1]}."
+        f"{before[1]}: training changes it by {changes[0]} and {changes[1]}."
     )
 
 

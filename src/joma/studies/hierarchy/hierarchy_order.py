@@ -406,7 +406,7 @@ STUDY = Study(
         "cousins occur together exactly as often as in the deep tree. The entropy of the queries' attention is "
         "recorded in every layer."
     ),
-    version=4,
+    version=5,
     presets={
         # Cousins do not double their odds in the short run: in which layer they are associated is not decided by then.
         "quick": Preset(Config(), seeds=3, seconds=40),

@@ -457,7 +457,7 @@ STUDY = Study(
         "The flow of both layers, integrated for many ratios of rates and many shares, shows how the errors of the "
         "laws vanish as the premises are approached."
     ),
-    version=4,
+    version=5,
     presets={
         "quick": Preset(Config(), seeds=5, seconds=25),
         "paper": Preset(Config(steps=30_000, records=120, outputs=128), seeds=12, seconds=220),
