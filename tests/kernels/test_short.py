@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from joma import noise
-from joma.kernels.short import MAX_POSITIONS, WeightDropout, fits, short_attention
+from joma.kernels.short import MAX_POSITIONS, WeightDropout, fits, short_attention, short_attention_joined
+from joma.models import layers
 from joma.models.transformer import Decoder, DecoderConfig
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -105,6 +106,52 @@ def test_the_kernel_is_for_few_positions_in_half_precision_on_cuda():
         assert not fits(few.expand(1, 1, 4, 32).repeat(1, 1, MAX_POSITIONS, 1), 2)
 
 
+@settings(max_examples=25)
+@given(seed=st.integers(0, 1000), keys=st.integers(1, 7), heads=st.integers(1, 3), p=st.sampled_from([None, 0.2]))
+def test_queries_keys_and_values_may_stand_side_by_side(seed, keys, heads, p):
+    inputs, mask = draw_inputs(seed, keys, keys, heads, 2), causal_mask(keys, keys, dtype=torch.float64)
+    joined = torch.cat(inputs, dim=-1).requires_grad_()
+    options = {"heads": heads, "dropout": None if p is None else weight_dropout(p)}
+    output, expected = short_attention_joined(joined, mask, **options), short_attention(*inputs, mask, **options)
+    assert output.equal(expected)
+    separate = short_attention(*joined.chunk(3, dim=-1), mask, **options)
+    factors = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    gradients = [torch.autograd.grad(result, joined, factors)[0] for result in (output, separate)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize(("last", "dropout", "positions"), [(0, 0.0, "none"), (2, 0.3, "none"), (0, 0.3, "rotary")])
+def test_a_decoder_gives_the_same_with_the_operator(monkeypatch, joins, last, dropout, positions):
+    """The operator is forced on the CPU, where it is plain tensor code."""
+    config = DecoderConfig(vocabulary=5, width=8, layers=2, heads=2, positions=positions, length=6, dropout=dropout)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    model = Decoder(config, generators=generators, dtype=torch.float64)
+    tokens = torch.randint(5, (3, 6), generator=torch.Generator().manual_seed(0))
+    key = noise.key(torch.tensor([5, 9]), 3) if dropout else None
+    results = []
+    for forced in (False, True):
+        monkeypatch.setattr(layers, "fits", lambda *_, forced=forced: forced)
+        monkeypatch.setattr(layers.Attention, "_joins_products", lambda _, __, at: joins and not at.last)
+        logits = model(tokens, last=last, noise=key)
+        gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+        results.append([logits, *gradients])
+    for by_matrix, by_operator in zip(*results, strict=True):
+        torch.testing.assert_close(by_operator, by_matrix, rtol=1e-9, atol=1e-10)
+
+
+def test_gradients_of_joined_weights_are_contiguous(monkeypatch):
+    monkeypatch.setattr(layers, "fits", lambda *_: True)
+    monkeypatch.setattr(layers.Attention, "_joins_products", lambda *_: True)
+    config = DecoderConfig(vocabulary=5, width=8, layers=1, heads=2, length=6)
+    model = Decoder(config, generators=[torch.Generator().manual_seed(0)])
+    attention, strides = model.layers[0].attention, []
+    for linear in (attention.query, attention.key, attention.value):
+        linear.weight.register_hook(lambda g: strides.append(g.stride()))
+    model(torch.randint(5, (3, 6), generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    assert strides == [(64, 8, 1)] * 3
+
+
 @cuda
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "part"),
@@ -137,6 +184,21 @@ def test_the_kernel_is_exact_up_to_the_rounding_of_half_precision(queries, keys,
     expected_gradients = torch.autograd.grad(expected, exact, factors.double())
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient.double(), expected_gradient, rtol=0, atol=6e-2 * scale)
+
+
+@cuda
+@pytest.mark.parametrize(("keys", "heads", "part", "p"), [(35, 1, 200, 0.2), (11, 6, 64, None)])
+def test_the_kernel_takes_queries_keys_and_values_side_by_side(keys, heads, part, p):
+    kind = {"dtype": torch.bfloat16, "device": "cuda"}
+    joined = torch.cat(draw_inputs(1, keys, keys, heads, part, **kind), dim=-1).requires_grad_()
+    mask = causal_mask(keys, keys, dtype=torch.float32, device="cuda")
+    options = {"heads": heads, "dropout": None if p is None else weight_dropout(p, "cuda")}
+    output = short_attention_joined(joined, mask, **options)
+    separate = short_attention(*(part.contiguous() for part in joined.chunk(3, dim=-1)), mask, **options)
+    assert output.equal(separate)
+    factors = torch.randn_like(output)
+    gradients = [torch.autograd.grad(result, joined, factors)[0] for result in (output, separate)]
+    assert gradients[0].equal(gradients[1])
 
 
 @cuda

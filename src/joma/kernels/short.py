@@ -78,6 +78,26 @@ def short_attention(
     return torch.ops.joma.short_attention(query, key, value, mask, biases, noise, heads, p, site)
 
 
+def short_attention_joined(
+    joined: Float[Tensor, "seed sample position three_widths"],
+    mask: Mask,
+    *,
+    heads: int,
+    dropout: WeightDropout | None = None,
+) -> Queries:
+    """Return `short_attention` of queries, keys and values that one product wrote side by side, biases included.
+
+    Its gradient is one tensor too, so that the next products need no copies.
+
+    >>> joined = torch.tensor([[[[0.0, 1.0, 1.0], [0.0, 1.0, 3.0]]]])
+    >>> short_attention_joined(joined, torch.zeros(2, 2), heads=1)
+    tensor([[[[2.],
+              [2.]]]])
+    """
+    p, noise, site = (0.0, None, 0) if dropout is None else dropout
+    return torch.ops.joma.short_attention_joined(joined, mask, noise, heads, p, site)
+
+
 @torch.library.custom_op(
     "joma::short_attention",
     mutates_args=(),
@@ -176,3 +196,49 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
+
+
+@torch.library.custom_op(
+    "joma::short_attention_joined",
+    mutates_args=(),
+    schema=f"(Tensor joined, Tensor mask, Tensor? noise, {_OPTIONS}) -> Tensor",
+)
+def _forward_joined(  # noqa: PLR0917
+    joined: Tensor, mask: Tensor, noise: Tensor | None, heads: int, p: float, site: int
+) -> Tensor:
+    return _forward(*joined.chunk(3, dim=-1), mask, None, noise, heads, p, site)
+
+
+@torch.library.custom_op(
+    "joma::short_attention_joined_backward",
+    mutates_args=(),
+    schema=f"(Tensor joined, Tensor mask, Tensor? noise, Tensor grad_output, {_OPTIONS}) -> Tensor",
+)
+def _backward_joined(  # noqa: PLR0917
+    joined: Tensor, mask: Tensor, noise: Tensor | None, grad_output: Tensor, heads: int, p: float, site: int
+) -> Tensor:
+    if joined.is_cuda:
+        from joma.kernels import short_triton
+
+        return short_triton.backward_joined(joined, mask, noise, grad_output, {"heads": heads, "p": p, "site": site})
+    gradients = _backward(*joined.chunk(3, dim=-1), mask, None, noise, grad_output, heads, p, site)
+    return torch.cat(gradients, dim=-1)
+
+
+@_forward_joined.register_fake
+def _(joined: Tensor, *_: Any) -> Tensor:
+    return torch.empty((*joined.shape[:3], joined.shape[3] // 3), dtype=joined.dtype, device=joined.device)
+
+
+@_backward_joined.register_fake
+def _(joined: Tensor, *_: Any) -> Tensor:
+    return torch.empty(joined.shape, dtype=joined.dtype, device=joined.device)
+
+
+def _gradients_joined(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    options = ctx.heads, ctx.p, ctx.site
+    gradient = torch.ops.joma.short_attention_joined_backward(*ctx.saved_tensors, grad_output, *options)
+    return gradient, *(None,) * 5
+
+
+_forward_joined.register_autograd(_gradients_joined, setup_context=_setup_context)

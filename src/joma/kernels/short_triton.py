@@ -38,8 +38,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; `inputs` are queries, keys, values and mask."""
     query, key, value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs[:3])
-    _launch(_backward, inputs, biases, noise, (grad_output.contiguous(), query, key, value), options)
+    others = grad_output.contiguous(), query, key, value, query.stride(2)
+    _launch(_backward, inputs, biases, noise, others, options)
     return query, key, value
+
+
+def backward_joined(
+    joined: Tensor, mask: Tensor, noise: Tensor | None, grad_output: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Return the gradient of queries, keys and values that stand side by side in one tensor."""
+    gradient = torch.empty(joined.shape, dtype=joined.dtype, device=joined.device)
+    others = grad_output.contiguous(), *gradient.chunk(3, dim=-1), gradient.stride(2)
+    _launch(_backward, (*joined.chunk(3, dim=-1), mask), None, noise, others, options)
+    return gradient
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -53,7 +64,7 @@ def _launch(
     inputs: tuple[Tensor, ...],
     biases: Tensor | None,
     noise: Tensor | None,
-    others: tuple[Tensor, ...],
+    others: tuple[Tensor | int, ...],
     options: dict[str, Any],
 ) -> None:
     query, key, value, mask = *map(_in_rows, inputs[:3]), inputs[3].contiguous()
@@ -136,8 +147,8 @@ def _load_biased(
 
 
 @jit
-def _store(pointer, values, length, heads, PART: tl.constexpr, CHUNK: tl.constexpr, chunk, ROWS: tl.constexpr):
-    offsets, inside = _offsets(length, heads * PART, heads, PART, CHUNK, chunk, ROWS)
+def _store(pointer, values, length, stride, heads, PART: tl.constexpr, CHUNK: tl.constexpr, chunk, ROWS: tl.constexpr):
+    offsets, inside = _offsets(length, stride, heads, PART, CHUNK, chunk, ROWS)
     tl.store(pointer + offsets, values.to(pointer.dtype.element_ty), mask=inside)
 
 
@@ -260,7 +271,7 @@ def _forward(
             value_ptr, bias_ptr, 2, keys, value_stride, seeds, samples, heads, BIASED, PART, CHUNK, chunk, KEYS
         )
         output = tl.dot(p.to(value.dtype), value, input_precision="ieee")
-        _store(output_ptr, output, queries, heads, PART, CHUNK, chunk, QUERIES)
+        _store(output_ptr, output, queries, heads * PART, heads, PART, CHUNK, chunk, QUERIES)
 
 
 @jit
@@ -275,6 +286,7 @@ def _backward(
     grad_query_ptr,
     grad_key_ptr,
     grad_value_ptr,
+    grad_stride,
     query_stride,
     key_stride,
     value_stride,
@@ -309,7 +321,7 @@ def _backward(
         )
         grad_weight += tl.dot(grad, tl.trans(value), input_precision="ieee")
         grad_value = tl.dot(tl.trans((p * retained).to(grad.dtype)), grad, input_precision="ieee")
-        _store(grad_value_ptr, grad_value, keys, heads, PART, CHUNK, chunk, KEYS)
+        _store(grad_value_ptr, grad_value, keys, grad_stride, heads, PART, CHUNK, chunk, KEYS)
     grad_weight *= retained
     grad_score = p * (grad_weight - tl.sum(p * grad_weight, 1)[:, None]) * scale
     for chunk in range(CHUNKS):
@@ -317,9 +329,10 @@ def _backward(
             key_ptr, bias_ptr, 1, keys, key_stride, seeds, samples, heads, BIASED, PART, CHUNK, chunk, KEYS
         )
         half = grad_score.to(key.dtype)
-        _store(grad_query_ptr, tl.dot(half, key, input_precision="ieee"), queries, heads, PART, CHUNK, chunk, QUERIES)
+        grad_query = tl.dot(half, key, input_precision="ieee")
+        _store(grad_query_ptr, grad_query, queries, grad_stride, heads, PART, CHUNK, chunk, QUERIES)
         query = _load_biased(
             query_ptr, bias_ptr, 0, queries, query_stride, seeds, samples, heads, BIASED, PART, CHUNK, chunk, QUERIES
         )
         grad_key = tl.dot(tl.trans(half), query, input_precision="ieee")
-        _store(grad_key_ptr, grad_key, keys, heads, PART, CHUNK, chunk, KEYS)
+        _store(grad_key_ptr, grad_key, keys, grad_stride, heads, PART, CHUNK, chunk, KEYS)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from joma.kernels.short import WeightDropout, fits, short_attention
+from joma.kernels.short import WeightDropout, fits, short_attention, short_attention_joined
 from joma.models.block import ACTIVATIONS
 from joma.models.config import SITES, DecoderConfig
 from joma.models.initialisation import ParameterDraw
@@ -58,6 +58,28 @@ def _affine(
     else:
         y = torch.baddbmm(bias[:, None], flat, weight)
     return y.unflatten(1, x.shape[1:3])
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del ctx
+        return g.contiguous()
+
+
+def contiguous_gradient(x: Tensor) -> Tensor:
+    """Return x, whose gradient will be contiguous: autograd copies one that is not when it becomes a parameter's.
+
+    In a compiled module the gradient is written that way in the first place.
+    """
+    result = _ContiguousGradient.apply(x)
+    assert isinstance(result, Tensor)
+    return result
 
 
 class Norm(nn.Module):
@@ -199,24 +221,43 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "seed sample query width"]:
         """Return the output of attention at the query positions; `mask` is added to the scores."""
         mask = query_positions.select(mask, dim=-2)
-        use_kernel = override is None and self._kernel_fits(x, watched)
-        # The kernel adds the biases itself, unless one product has them all, or queries and keys are rotated: the
-        # rotation must include the biases.
-        in_kernel = use_kernel and self.rotation is None and not self._joins_products(x, query_positions)
-        biases = self._stacked_biases() if in_kernel else None
-        query, key, value = self._project(x, query_positions, add_bias=biases is None)
-        if query is not None and key is not None and override is not None:
-            query, key = override.apply(query, key)
-        if use_kernel and query is not None and key is not None:
-            query, key = query.to(value.dtype), key.to(value.dtype)
-            dropout = self.dropout.of_weights(noise)
-            mixed = short_attention(query, key, value, mask, heads=self.heads, biases=biases, dropout=dropout)
+        if override is None and self._kernel_fits(x, watched):
+            mixed = self._by_kernel(x, mask, query_positions, noise)
         else:
+            query, key, value = self._project(x, query_positions, add_bias=True)
+            if query is not None and key is not None and override is not None:
+                query, key = override.apply(query, key)
             weights = self._weights(query, key, mask, x)
             watched.get("attention", []).append(weights)
             mixed = self.dropout(weights, noise, "weights") @ self._split_heads(value)
             mixed = mixed.transpose(2, 3).flatten(3)
         return self.dropout(mixed if self.projection is None else self.projection(mixed), noise, "attention")
+
+    def _by_kernel(
+        self, x: ResidualStream, mask: Tensor, query_positions: QueryPositions, noise: Tensor | None
+    ) -> Float[Tensor, "seed sample query width"]:
+        """Return what attention mixes, by the kernel for few positions."""
+        options = {"heads": self.heads, "dropout": self.dropout.of_weights(noise)}
+        if self._joins_products(x, query_positions) and self.rotation is None:
+            return short_attention_joined(self._joined_product(x, add_bias=True), mask, **options)
+        # The kernel adds the biases, unless queries and keys are rotated: the rotation must include them.
+        biases = self._stacked_biases() if self.rotation is None else None
+        query, key, value = self._project(x, query_positions, add_bias=biases is None)
+        assert query is not None
+        assert key is not None
+        return short_attention(query.to(value.dtype), key.to(value.dtype), value, mask, biases=biases, **options)
+
+    def _joined_product(self, x: ResidualStream, *, add_bias: bool) -> Float[Tensor, "seed sample position _"]:
+        """Return queries, keys and values side by side, from one product instead of three.
+
+        Joining the weights costs nothing where they are cast to half precision.
+        """
+        assert self.query is not None
+        assert self.key is not None
+        linears = (self.query, self.key, self.value)
+        weight = torch.cat([contiguous_gradient(linear.weight) for linear in linears], dim=-1)
+        bias = [contiguous_gradient(linear.bias) for linear in linears if linear.bias is not None and add_bias]
+        return _affine(x, weight, torch.cat(bias, dim=-1) if bias else None)
 
     def queries_and_keys(self, x: ResidualStream, query_positions: QueryPositions) -> tuple[Tensor, Tensor]:
         """Return the queries at the query positions and the keys at all positions; uniform attention has none."""
@@ -248,11 +289,7 @@ class Attention(nn.Module):
                 self.value(x, add_bias=add_bias),
             )
         else:
-            # One product instead of three; joining the weights costs nothing where they are cast to half precision.
-            linears = (self.query, self.key, self.value)
-            weight = torch.cat([linear.weight for linear in linears], dim=-1)
-            bias: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None and add_bias]
-            query, key, value = _affine(x, weight, torch.cat(bias, dim=-1) if bias else None).chunk(3, dim=-1)
+            query, key, value = self._joined_product(x, add_bias=add_bias).chunk(3, dim=-1)
         return self._rotate(query, query_positions), self._rotate(key, query_positions.all), value
 
     def _joins_products(self, x: ResidualStream, query_positions: QueryPositions) -> bool:

@@ -1,0 +1,169 @@
+"""Write `docs/runs/README.md` and its pictures from the runs that are stored beside it. Run by `make runs-page`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from joma.report.table import spread
+from joma.runs import find_runs, open_run, read_claims, read_config
+from joma.studies import STUDIES, load
+from joma.study import Study
+from joma.verdicts import KINDS, count_by_kind
+
+FOLDER = Path(__file__).with_name("runs")
+PAGE, PICTURES = FOLDER / "README.md", FOLDER / "pictures"
+DPI = 100
+HEAD = """# Runs at the papers' sizes
+
+Trajectories, configs and claims of the studies, to be opened, judged and drawn without a GPU. Each was made by the
+command that stands with it, on the commit that it names; nothing was filled in by hand. This page is generated from
+them: `make runs-page`.
+
+    joma judge docs/runs             # every claim, and figures beside each run
+    joma report docs/runs            # one HTML file
+
+```python
+run = joma.open_run("docs/runs/{example}")
+```
+
+In the commands `wikitext-2` is a folder with `train.txt`, `valid.txt` and `test.txt`; which copy of the text we used
+is [deviation 15](../deviations.md).
+"""
+NOT_STORED = {
+    "pretrained": "needs checkpoints of OPT and Pythia from the hub, about 60 GB",
+}
+
+
+def command(path: Path) -> str:
+    """Return the command that makes a stored run, from its config."""
+    stored = read_config(path)
+    study, preset = load(stored["study"]), stored["preset"]
+    words = ["joma", "run", stored["study"], "--preset", preset]
+    if open_run(path).attrs["device"].startswith("cuda"):
+        words += ["--device", "cuda"]
+    if len(stored["seeds"]) != study.presets[preset].seeds:
+        words += ["--seeds", str(len(stored["seeds"]))]
+    usual = json.loads(json.dumps(dataclasses.asdict(study.presets[preset].config)))
+    for name, value in stored["config"].items():
+        if name in usual and value != usual[name]:
+            words += ["--set", f"{name}={_as_option(value)}"]
+    return shlex.join(words)
+
+
+def _as_option(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def paragraph(text: str) -> str:
+    """Return a text as lines of at most 118 characters."""
+    return textwrap.fill(" ".join(text.split()), 118, break_on_hyphens=False, break_long_words=False)
+
+
+def section(path: Path) -> Iterator[str]:
+    """Yield the parts of the page about one run."""
+    study, stored, run = load(path.parent.name), read_claims(path), open_run(path)
+    seeds, commit = len(read_config(path)["seeds"]), run.attrs["git_commit"][:12]
+    yield f"## {study.name}: {stored.description.title}"
+    yield f"    {command(path)}"
+    yield paragraph(f"{study.statement} ({study.source})")
+    yield paragraph(f"**What came out.** {stored.description.outcome}")
+    caption = next(iter(study.figures.values())).caption
+    yield f"![{alt_text(study)}](pictures/{study.name}.png)"
+    yield paragraph(caption)
+    seconds, device = stored.wall_time, run.attrs["device"].removeprefix("cuda: ")
+    plural = "s" * (seeds > 1)
+    yield paragraph(f"{seeds} seed{plural}, {seconds:.0f} s on {device}; commit {commit}; stored in `{relative(path)}`.")
+    yield "\n".join(claims_table(stored.claims))
+
+
+def relative(path: Path) -> str:
+    """Return the folder of a run within the folder of runs."""
+    return path.relative_to(FOLDER).as_posix()
+
+
+def alt_text(study: Study) -> str:
+    """Return what a picture shows for a reader who cannot see it."""
+    return study.title.replace("[", "(").replace("]", ")")
+
+
+def claims_table(records: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table of claims, by kind."""
+    yield "| kind | claim | expected | measured | verdict |"
+    yield "|---|---|---|---|---|"
+    for kind in KINDS:
+        for record in (record for record in records if record["kind"] == kind):
+            reason = f": {record['reason']}" if record["reason"] else ""
+            cells = (record["statement"], record["expected"], spread(record["measured"]), record["verdict"] + reason)
+            yield f"| {kind} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def counts(paths: list[Path]) -> Iterator[str]:
+    """Yield the lines of the table that counts verdicts by kind."""
+    yield "| kind | what it is | hold | do not hold | not tested |"
+    yield "|---|---|---|---|---|"
+    records = [record for path in paths for record in read_claims(path).claims]
+    for kind, by_verdict in count_by_kind(records).items():
+        numbers = " | ".join(str(number) for number in by_verdict.values())
+        yield f"| {kind} | {KINDS[kind]} | {numbers} |"  # pyright: ignore[reportArgumentType]
+
+
+def costs(paths: list[Path]) -> Iterator[str]:
+    """Yield the lines of the table of what is not stored at its full size, and what that would cost."""
+    stored = {path.parent.name: path for path in paths}
+    yield "| study | stored here | a full run |"
+    yield "|---|---|---|"
+    for name in STUDIES:
+        preset = load(name).presets["paper"]
+        full = f"{preset.seeds} seed{'s' * (preset.seeds > 1)}, about {_duration(preset.seconds)} on 2 cores"
+        if name not in stored:
+            yield f"| {name} | not run: {NOT_STORED.get(name, 'its run is still to be made')} | {full} |"
+        elif "--seeds" in command(stored[name]) or "--set" in command(stored[name]).replace("--set corpus=wikitext-2", ""):
+            yield f"| {name} | `{command(stored[name])}` | {full} |"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def page(paths: list[Path]) -> str:
+    """Return the whole page."""
+    example = relative(next(path for path in paths if path.parent.name == "entropy-text"))
+    parts = [HEAD.format(example=example).rstrip(), "\n".join(counts(paths))]
+    parts += ["What is not stored, or not at its full size, and what a full run costs:", "\n".join(costs(paths))]
+    for path in paths:
+        parts += section(path)
+    return "\n\n".join(parts) + "\n"
+
+
+def in_order() -> list[Path]:
+    """Return the stored runs in the order of the studies."""
+    return sorted(find_runs(FOLDER), key=lambda path: list(STUDIES).index(path.parent.name))
+
+
+def draw(path: Path) -> None:
+    """Write the picture of a run: the first figure of its study."""
+    from joma.drawing import style
+
+    study = load(path.parent.name)
+    with style():
+        figure = next(iter(study.figures.values())).draw(open_run(path))
+        figure.savefig(PICTURES / f"{study.name}.png", dpi=DPI, metadata={"Software": None})
+
+
+def main() -> None:
+    """Write the page and its pictures."""
+    PICTURES.mkdir(exist_ok=True)
+    paths = in_order()
+    for path in paths:
+        draw(path)
+    PAGE.write_text(page(paths), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
