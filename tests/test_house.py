@@ -26,6 +26,7 @@ MANY_PARAMETERS = {
     "kernels/short_triton.py: _forward": TRITON,
     "kernels/short_triton.py: _load_biased": TRITON,
     "kernels/short_triton.py: _retained": TRITON,
+    "kernels/short_triton.py: _store": TRITON,
     "kernels/short_triton.py: _weights": TRITON,
     "kernels/summary_triton.py: _insert": TRITON,
     "kernels/summary_triton.py: _key_score": TRITON,
