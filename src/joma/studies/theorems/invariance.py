@@ -142,7 +142,7 @@ def _breaks(breaker: str) -> Claim:
 FIGURE_CLAIMS = (
     Claim(
         "correlation",
-        "Figure 2, Gaussian tokens: ẑ, computed from the MLP's weights, correlates with z above 0.95.",
+        "Figure 2, Gaussian tokens: ẑ, from the MLP's weights, correlates with z above 0.95 in every seed.",
         lambda run: at_end(run, "correlation", **FIGURE_2, kind="gaussian"),
         at_least(0.95),
         kind="figure",
@@ -150,7 +150,7 @@ FIGURE_CLAIMS = (
     ),
     Claim(
         "correlation-random",
-        "Figure 2, random tokens: ẑ, computed from the MLP's weights, correlates with z above 0.95.",
+        "Figure 2, random tokens: ẑ, from the MLP's weights, correlates with z above 0.95 in every seed.",
         lambda run: at_end(run, "correlation", **FIGURE_2, kind="random"),
         at_least(0.95),
         kind="figure",
@@ -346,7 +346,7 @@ STUDY = Study(
     version=3,
     presets={
         "quick": Preset(Config(), seeds=3, seconds=30),
-        "paper": Preset(Config(long_steps=20_000), seeds=10, seconds=90),
+        "paper": Preset(Config(long_steps=20_000), seeds=10, seconds=100),
     },
     run=run,
     claims=(*FIGURE_CLAIMS, *LAW_CLAIMS),
