@@ -8,7 +8,7 @@ import xarray as xr
 
 from drawn import legend, series, title
 from joma.arguments import InputError
-from joma.studies.theorems.critical_points import CLAIMS, STUDY, Config, draw_landscape, run
+from joma.studies.theorems.critical_points import CLAIMS, STUDY, Config, draw_landscape, outcome, run
 from joma.study import Context
 
 SMALL = Config(
@@ -39,8 +39,11 @@ def test_the_plain_flow_has_no_stable_point_and_the_constrained_ones_have(trajec
     stable = trajectory["count"].sel(kind="stable")
     assert float(stable.sel(flow="plain").max()) == 0
     assert float(stable.sel(flow=["sphere", "decayed"]).min()) == 1
-    verdicts = {name: verdict(trajectory, name) for name in ("plain", "folded", "complete", "nonlinear")}
-    assert verdicts == {"plain": "does not hold", "folded": "holds", "complete": "holds", "nonlinear": "holds"}
+    verdicts = {name: verdict(trajectory, name) for name in ("plain", "folded", "complete")}
+    assert verdicts == {"plain": "does not hold", "folded": "holds", "complete": "holds"}
+    assert (
+        float((trajectory.cosine.sel(activation="relu") - trajectory.cosine.sel(activation="linear"))[:, 1:].min()) > 0
+    )
 
 
 def test_linear_control_is_the_closed_form(trajectory):
@@ -79,9 +82,9 @@ def test_the_landscape_is_drawn_from_the_stored_dataset_alone(trajectory, tmp_pa
     np.testing.assert_allclose(series(right)["linear"][:, 1], closed[:, 1], atol=1e-8)
 
 
-def test_both_figures_are_in_the_study(trajectory):
+def test_all_figures_are_in_the_study(trajectory):
     panels = {name: len(drawing.draw(trajectory).axes) for name, drawing in STUDY.figures.items()}
-    assert panels == {"landscape": 3, "parting": 3 * len(SMALL.driven)}
+    assert panels == {"landscape": 3, "parting": 3 * len(SMALL.driven), "settings": 3}
 
 
 @pytest.mark.parametrize(
@@ -120,3 +123,23 @@ def test_every_claim_can_be_measured_on_the_run(trajectory):
     records = {claim.name: claim.judge(trajectory, "quick") for claim in CLAIMS}
     assert len(records) == len(CLAIMS)
     assert {name for name, record in records.items() if record["measured"]["mean"] is None} == set()
+
+
+def test_the_outcome_states_the_run(trajectory):
+    sentence = outcome(trajectory)
+    assert "exists for 0% of the plain flows, 100% of those with weights of length 1" in sentence
+    everywhere = trajectory.assign(near=0 * trajectory.near + 1)
+    assert "exists for 100% of the plain flows" in outcome(everywhere)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("folded", lambda run: run.assign(coupled=run.coupled * (1 + 2e-6))),
+        ("complete", lambda run: run.assign(euler_defect=run.euler_defect + 1)),
+        ("unit-norm", lambda run: run.assign(near=0 * run.near)),
+        ("fates", lambda run: run.assign(fate_share=0 * run.fate_share + 1 / 3)),
+    ],
+)
+def test_a_claim_fails_on_a_run_that_contradicts_it(trajectory, name, spoil):
+    assert verdict(spoil(trajectory), name) == "does not hold"

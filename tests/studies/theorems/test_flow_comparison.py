@@ -11,12 +11,15 @@ from joma.arguments import InputError
 from joma.studies.theorems.flow_comparison import (
     FULL,
     LADDER,
+    SETTINGS,
     START,
     FlowConfig,
     check,
     compare,
     distance,
     draw_parting,
+    draw_settings,
+    folded_distance,
     followed_by,
     lifetime,
     parting_time,
@@ -34,21 +37,33 @@ def trajectory():
 
 
 def test_all_flows_start_at_the_same_weights(trajectory):
-    np.testing.assert_allclose(trajectory.coupled.isel(time=0), START)
+    start = trajectory.coupled.isel(time=0)
+    np.testing.assert_allclose(start.sel(setting=["overlapping", "disjoint"]), START)
+    np.testing.assert_allclose((start.sel(setting="near") ** 2).sum("token"), 1)
     for name in ("folded", "averaged", "reduced at rest"):
-        np.testing.assert_allclose(trajectory.approximation.sel(ladder=name).isel(time=0), START)
+        np.testing.assert_allclose(trajectory.approximation.sel(ladder=name).isel(time=0).broadcast_like(start), start)
+    assert trajectory.setting.values.tolist() == list(SETTINGS)
     assert trajectory.ladder.values.tolist() == list(LADDER)
     assert trajectory.full.values.tolist() == list(FULL)
 
 
+def test_disjoint_centres_share_no_token_and_the_start_near_one_is_in_it(trajectory):
+    cosine = trajectory.centre_cosine
+    np.testing.assert_array_equal(cosine.sel(setting=["disjoint", "near"]), 0)
+    assert 0.85 < float(cosine.sel(setting="overlapping").min()) < float(cosine.max()) < 1
+    start = trajectory.coupled.sel(setting="near").isel(time=0, driven=0, full=0)
+    np.testing.assert_array_equal(start > 0, np.arange(6) % 3 == np.zeros((2, 1)))  # the tokens of the first centre
+
+
 def test_folding_is_exact_without_decay_and_not_with_it(trajectory):
     gap = distance(trajectory).sel(ladder="folded")
-    assert float(gap.sel(full="plain").max()) < 1e-4
+    assert float(folded_distance(trajectory).max()) < 1e-6
+    np.testing.assert_allclose(folded_distance(trajectory).max(), gap.sel(full="plain").max())
     assert float(gap.sel(full="decayed", driven="relu").max()) > 1e-4
 
 
 def test_the_reduced_path_is_theorem_4_about_its_centre(trajectory):
-    selected = trajectory.sel(driven="tanh", full="decayed").isel(seed=1)
+    selected = trajectory.sel(driven="tanh", full="decayed", setting="disjoint").isel(seed=1)
     expected = growth.nonlinear(selected.centre.values, float(selected.rate) * selected.time.values, START)
     np.testing.assert_allclose(selected.approximation.sel(ladder="reduced at rest"), expected, atol=1e-12)
 
@@ -57,7 +72,7 @@ def test_with_one_centre_and_decay_theorem_4_follows_a_relu_unit():
     """All of the noise is above the kink: the drive is constant, rate = λ, μ = x̄/λ, and Theorem 4 omits nothing."""
     config = replace(SMALL, context_weights=(1.0,), driven=("relu",), horizon=0.6, times=13)
     compared = compare(config, np.random.default_rng(0))
-    gap = distance(compared).sel(full="decayed", driven="relu")
+    gap = distance(compared).sel(full="decayed", driven="relu", setting="overlapping")
     assert float(gap.sel(ladder="averaged").max()) < 1e-2
     assert float(gap.sel(ladder="reduced at rest").max()) < 5e-2
     np.testing.assert_allclose(compared.rate.sel(full="decayed"), config.decay, rtol=1e-6)
@@ -104,32 +119,43 @@ def test_recovery_is_the_rise_above_the_least_entropy(trajectory):
     bounced["entropy"][:] = 1.0
     bounced["entropy"][..., 5:10] = 0.3
     bounced["entropy"][..., 10:] = 0.7
-    np.testing.assert_allclose(recovery(bounced), 0.4)
+    np.testing.assert_allclose(recovery("decayed", "near")(bounced), 0.4)
     bounced["entropy"][..., 10:] = np.nan  # blown up at the bottom
-    np.testing.assert_allclose(recovery(bounced), 0.0)
+    np.testing.assert_allclose(recovery("decayed", "near")(bounced), 0.0)
 
 
 def test_share_followed_is_the_least_over_activations():
     run = xr.concat([flow_with_distance([0, 0.2, 0, 0, 0]), flow_with_distance([0, 0, 0, 0.2, 0])], dim="driven")
-    run = run.expand_dims(full=["plain"])
+    run = run.expand_dims(full=["plain"], setting=["near"])
     run = run.assign(parted=parting_time(run))
-    assert float(followed_by("reduced", "plain")(run)) == 0.25
+    assert float(followed_by("reduced", "plain", "near")(run)) == 0.25
 
 
 def test_each_activation_is_drawn_with_components_distance_and_entropy(trajectory):
     panels = draw_parting(trajectory).axes
-    suffixes = ("seed 0", "from the full flow", "entropy")
-    expected = [f"{activation}, {suffix}" for activation in SMALL.driven for suffix in suffixes]
+    suffixes = ("the weights part", "distance from the full flow", "entropy of attention")
+    expected = [f"{activation}: {suffix}" for activation in SMALL.driven for suffix in suffixes]
     assert [title(panel)[5:] for panel in panels] == expected
     components, distances, entropy = panels[3:]  # of tanh
     assert len(legend(components)) == 3
     assert components.get_ylim() == (-2.5, 2.5)
     assert legend(distances) == list(LADDER)
-    averaged = distance(trajectory).sel(driven="tanh", full="plain", ladder="averaged").mean("seed")
+    labels = {"driven": "tanh", "setting": "overlapping"}
+    averaged = distance(trajectory).sel(full="plain", ladder="averaged", **labels).mean("seed")
     np.testing.assert_allclose(series(distances)["averaged"][1:, 1], averaged[1:])
     assert legend(entropy) == ["reduced", "reduced, weight decay", "full", "full, weight decay"]
-    full = trajectory.entropy.sel(driven="tanh", full="decayed").mean("seed")[::8]
+    full = trajectory.entropy.sel(full="decayed", **labels).mean("seed")[::8]
     np.testing.assert_allclose(series(entropy)["full, weight decay"][:, 1], full)
+
+
+def test_settings_are_drawn_by_approximation_and_flow(trajectory):
+    plain, decayed, entropy = draw_settings(trajectory).axes
+    assert legend(plain) == legend(decayed) == list(LADDER)
+    assert legend(entropy) == list(FULL)
+    expected = [followed_by("averaged", "decayed", name)(trajectory).mean("seed") for name in SETTINGS]
+    np.testing.assert_allclose(series(decayed)["averaged"][:, 1], expected)
+    gained = [recovery("plain", name)(trajectory).mean("seed") for name in SETTINGS]
+    np.testing.assert_allclose(series(entropy)["plain"][:, 1], gained)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +164,7 @@ def test_each_activation_is_drawn_with_components_distance_and_entropy(trajector
         ({"driven": ("swish",)}, "driven"),
         ({"samples": 5}, "samples"),
         ({"context_tokens": 1}, "context_tokens"),
+        ({"context_tokens": 2}, "context_tokens"),
         ({"context_sigma": 0.4}, "context_sigma"),
         ({"context_weights": (-1.0,)}, "context_weights"),
         ({"horizon": 0.0}, "horizon"),

@@ -26,8 +26,16 @@ from joma.theory.mixture import Unit, fixed_centre, velocity
 # The approximations: Theorem 1, Theorem 3, and Theorem 4 with its centre fixed at the start or at a stable point.
 LADDER = ("folded", "averaged", "reduced at the start", "reduced at rest")
 FULL = ("plain", "decayed")
+# Where the contexts' centres lie and the weights begin. Overlapping centres share all tokens (cosines of about 0.9), of
+# disjoint ones each token is in one only. The start is small and equal as in Figure 4, or of length 1 towards the
+# centre of positive weight.
+SETTINGS = {
+    "overlapping": "overlapping centres",
+    "disjoint": "disjoint centres",
+    "near": "disjoint centres, start near one",
+}
 TOLERANCE = 0.1  # relative distance from the full flow up to which an approximation follows it
-START = 0.05  # every component at time 0, as in Figure 4
+START = 0.05  # every component of the small start, as in Figure 4
 BLOW_UP = 4.0  # a weight this large counts as blown up: by its attention, exp(v²/2), the pole is 1e-4 of time away
 
 Vectors = Float[np.ndarray, "time token"]
@@ -47,8 +55,9 @@ class FlowConfig:
     """a_c of the mixture that the contexts are drawn from."""
     context_tokens: int = 6
     context_sigma: float = 0.15
-    """Scale of noise uniform in a ball, about centres uniform in [0.5, 1.5]: frequencies stay positive."""
-    samples: int = 16
+    """Scale of noise uniform in a ball, about centres uniform in [0.5, 1.5]: frequencies stay positive. With disjoint
+    centres a token that is not in a centre has no noise either."""
+    samples: int = 8
     """Contexts of each component; half of them mirror the others, so that their mean is the centre."""
     horizon: float = 10.0
     times: int = 121
@@ -70,6 +79,10 @@ def check(config: FlowConfig) -> None:
     if real("context_weights", config.context_weights, ndim=1).max() <= 0:
         remedy = "give at least one component a_c = E[g | c] P[c] > 0: without one the unit has no stable point"
         raise InputError("context_weights", "positive somewhere", config.context_weights, remedy)
+    if config.context_tokens < len(config.context_weights):
+        expected = f"at least {len(config.context_weights)}, the number of components"
+        remedy = "use more tokens: disjoint centres need one each"
+        raise InputError("context_tokens", expected, config.context_tokens, remedy)
     if config.context_sigma * np.sqrt(config.context_tokens + 2) > 0.5:
         remedy = "lower it, or use fewer tokens: the ball of noise has radius σ√(tokens + 2), and centres begin at 0.5"
         raise InputError("context_sigma", "small enough for frequencies ≥ 0", config.context_sigma, remedy)
@@ -85,12 +98,17 @@ class _FullFlow:
     unit: Unit
     x: Float[np.ndarray, "component sample token"]
 
-    def block(self) -> tuple[BlockFlow, np.ndarray, np.ndarray]:
-        """Return the block's flow on the contexts, and the start w0 and z0 that Theorem 4 assumes: z = v²/2."""
+    def start(self, setting: str) -> Float[np.ndarray, " token"]:
+        """Return the weights at time 0 of a name of `SETTINGS`."""
+        centre = self.unit.centres[self.unit.weights.argmax()]
+        return centre / np.linalg.norm(centre) if setting == "near" else np.full(centre.size, START)
+
+    def block(self) -> BlockFlow:
+        """Return the block's flow on the contexts."""
         components, samples, tokens = self.x.shape
         size = np.abs(self.unit.weights)
         sign, share = np.sign(self.unit.weights), size / size.sum()
-        flow = block(
+        return block(
             "exp",
             self.activation,
             constant(np.repeat(sign * size.sum(), samples)[:, None]),
@@ -99,16 +117,18 @@ class _FullFlow:
             training=Training(weight_decay=self.decay),
             architecture=Architecture(residual=False, kink_width=1e-2),
         )
-        w0 = np.append(np.full(tokens, START), 0.0)[:, None]  # 0 for the query: without `residual` it plays no part
-        return flow, w0, np.full((1, tokens), START**2 / 2)
 
-    def averaged(self, times: Float[np.ndarray, " time"]) -> Vectors:
-        """Integrate Theorem 3's drive, averaged over noise under uniform attention, times the folded attention."""
+    def averaged(
+        self, times: Float[np.ndarray, " time"], start: Float[np.ndarray, " token"]
+    ) -> Float[np.ndarray, "alive token"]:
+        """Integrate Theorem 3's drive, averaged over noise under uniform attention, times the folded attention.
+
+        The path ends where it blows up.
+        """
 
         def rhs(_: float, v: np.ndarray) -> np.ndarray:
             return velocity(self.unit, v) * np.exp(v**2 / 2) - self.decay * v
 
-        start = np.full(self.x.shape[-1], START)
         return integrate(rhs, start, times, Solver("LSODA", rtol=1e-7, atol=1e-9, bound=BLOW_UP)).states
 
     def stable_point(self, starts: int, generator: np.random.Generator) -> tuple[float, Float[np.ndarray, " token"]]:
@@ -124,21 +144,34 @@ def compare(config: FlowConfig, generator: np.random.Generator) -> xr.Dataset:
     """Solve the full coupled flow and its approximations: Theorem 1's folded, 3's averaged and 4's reduced flow.
 
     Returns:
-        Over `driven` activations, `full` flows, `time` and `token`: the weights of the full flow (`coupled`) and of
-        each `approximation` on the `ladder`, the `entropy` of attention, and when an approximation has `parted`.
+        Over the `setting`, `driven` activations, `full` flows, `time` and `token`: the weights of the full flow
+        (`coupled`) and of each `approximation` on the `ladder`, the `entropy` of attention, when an approximation has
+        `parted`, and the largest `centre_cosine` between two centres.
     """
-    components, tokens, sigma = len(config.context_weights), config.context_tokens, config.context_sigma
-    centres = generator.uniform(0.5, 1.5, size=(components, tokens))
+    components, tokens = len(config.context_weights), config.context_tokens
+    overlapping = generator.uniform(0.5, 1.5, size=(components, tokens))
     noise = _ball(generator, (components, config.samples // 2, tokens))
-    x = centres[:, None] + sigma * np.concatenate([noise, -noise], axis=1)
-    decays = {"plain": 0.0, "decayed": config.decay}
-    rows = []
-    for activation in config.driven:
-        unit = Unit.of(activation, centres, config.context_weights, sigma=sigma, noise="ball")
-        full_flows = [_FullFlow(activation, full, decays[full], unit, x) for full in FULL]
-        rows.append(xr.concat([_solve(config, full, generator) for full in full_flows], dim="full"))
-    compared = xr.concat(rows, dim="driven").assign_coords(driven=list(config.driven), full=list(FULL))
+    mirrored = config.context_sigma * np.concatenate([noise, -noise], axis=1)
+    own = np.arange(tokens) % components == np.arange(components)[:, None]
+    disjoint = np.sqrt(components) * own * overlapping  # of about the same length
+    contexts = {"overlapping": overlapping[:, None] + mirrored, "disjoint": disjoint[:, None] + own[:, None] * mirrored}
+    rows = [_solve_setting(config, name, contexts.get(name, contexts["disjoint"]), generator) for name in SETTINGS]
+    compared = xr.concat(rows, dim="setting").assign_coords(setting=list(SETTINGS))
     return compared.assign(parted=parting_time(compared))
+
+
+def _solve_setting(
+    config: FlowConfig, setting: str, x: Float[np.ndarray, "component sample token"], generator: np.random.Generator
+) -> xr.Dataset:
+    """Solve all activations and full flows on the contexts x, whose means are the centres."""
+    centres, decays, rows = x.mean(axis=1), {"plain": 0.0, "decayed": config.decay}, []
+    for activation in config.driven:
+        unit = Unit.of(activation, centres, config.context_weights, sigma=config.context_sigma, noise="ball")
+        full_flows = [_FullFlow(activation, name, decays[name], unit, x) for name in FULL]
+        rows.append(xr.concat([_solve(config, full, setting, generator) for full in full_flows], dim="full"))
+    compared = xr.concat(rows, dim="driven").assign_coords(driven=list(config.driven), full=list(FULL))
+    direction = centres / np.linalg.norm(centres, axis=-1, keepdims=True)
+    return compared.assign(centre_cosine=np.triu(direction @ direction.T, 1).max())
 
 
 def _ball(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -148,19 +181,19 @@ def _ball(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return radius * normal / np.linalg.norm(normal, axis=-1, keepdims=True)
 
 
-def _solve(config: FlowConfig, full: _FullFlow, generator: np.random.Generator) -> xr.Dataset:
-    """Solve one full flow and its approximations."""
-    times = np.linspace(0, config.horizon, config.times)
-    flow, w0, z0 = full.block()
-    solver = Solver(rtol=1e-7, atol=1e-9, bound=BLOW_UP)
+def _solve(config: FlowConfig, full: _FullFlow, setting: str, generator: np.random.Generator) -> xr.Dataset:
+    """Solve one full flow and its approximations, with the logits that Theorem 4 assumes at the start: z = v²/2."""
+    times = config.horizon * np.linspace(0, 1, config.times) ** 2  # dense early, where approximations part
+    flow, start = full.block(), full.start(setting)
+    w0 = np.append(start, 0.0)[:, None]  # 0 for the query: without `residual` it plays no part
+    rtol = 1e-7 if full.decay else 1e-9  # without decay folding is exact, and that is measured
+    z0, solver = start[None] ** 2 / 2, Solver(rtol=rtol, atol=rtol / 100, bound=BLOW_UP)
     coupled = flow.solve(times, w0, z0, solver=replace(solver, bound=BLOW_UP**2 / 2))  # its logits, v²/2, are states
-    folded = flow.solve_folded(times, w0, z0, solver=solver)
     rate, centre = full.stable_point(config.starts, generator)
-    start = np.full(len(centre), START)
     start_rate, start_centre = fixed_centre(full.unit, start, flow=full.name, decay=full.decay)
     ladder = {
-        "folded": folded.v[:, :, 0],
-        "averaged": full.averaged(times),
+        "folded": flow.solve_folded(times, w0, z0, solver=solver).v[:, :, 0],
+        "averaged": full.averaged(times, start),
         "reduced at rest": growth.nonlinear(centre, rate * times, start),
         "reduced at the start": np.zeros((0, len(centre))),
     }
@@ -220,28 +253,62 @@ def share_followed(run: xr.Dataset) -> xr.DataArray:
     return run.parted / lifetime(run)
 
 
-def followed_by(approximation: str, full: str) -> Callable[[xr.Dataset], xr.DataArray]:
+def followed_by(approximation: str, full: str, setting: str = "overlapping") -> Callable[[xr.Dataset], xr.DataArray]:
     """Return the measure: the share of the full flow's life that an approximation follows, least over activations."""
-    return lambda run: share_followed(run).sel(ladder=approximation, full=full).min("driven")
+    labels = {"ladder": approximation, "full": full, "setting": setting}
+    return lambda run: share_followed(run).sel(labels).min("driven")
 
 
-def recovery(run: xr.Dataset) -> xr.DataArray:
-    """Return the largest rise of the full flow's attention entropy above its minimum so far, in nats."""
-    entropy = run.entropy.sel(full="plain")
-    return (entropy - _accumulate(np.fmin, entropy)).max(("time", "driven"))
+def folded_distance(run: xr.Dataset) -> xr.DataArray:
+    """Return the largest relative distance of the folded flow from the full one without decay, per seed."""
+    gap = distance(run).sel(ladder="folded", full="plain")
+    return gap.max([dim for dim in gap.dims if dim != "seed"])
+
+
+def recovery(full: str, setting: str = "overlapping") -> Callable[[xr.Dataset], xr.DataArray]:
+    """Return the measure: the largest rise of a full flow's attention entropy above its minimum so far, in nats."""
+
+    def measure(run: xr.Dataset) -> xr.DataArray:
+        entropy = run.entropy.sel(full=full, setting=setting)
+        return (entropy - _accumulate(np.fmin, entropy)).max(("time", "driven"))
+
+    return measure
 
 
 def draw_parting(run: xr.Dataset) -> Figure:
-    """Draw the full flow beside its approximations: components, distance and entropy, with and without decay."""
+    """Draw the full flow beside its approximations: components, distance and entropy, with overlapping centres."""
     figure, axes = canvas(run.sizes["driven"], 3, width=3.4, height=2.6)
     for panels, activation in zip(axes, run.driven.values, strict=True):
-        driven = run.sel(driven=activation)
+        driven = run.sel(driven=activation, setting="overlapping")
         _draw_components(panels[0], driven.sel(full="plain").isel(seed=0))
-        panels[0].set_title(f"{activation}, seed 0")
+        panels[0].set_title(f"{activation}: the weights part")
         _draw_distance(panels[1], driven)
-        panels[1].set_title(f"{activation}, from the full flow")
+        panels[1].set_title(f"{activation}: distance from the full flow")
         _draw_entropy(panels[2], driven)
-        panels[2].set_title(f"{activation}, entropy")
+        panels[2].set_title(f"{activation}: entropy of attention")
+    letters(axes)
+    return figure
+
+
+def draw_settings(run: xr.Dataset) -> Figure:
+    """Draw how long each approximation follows the full flow, and how far its entropy comes back, in each setting."""
+    figure, axes = canvas(1, 3, width=3.6, height=2.9)
+    position = np.arange(len(SETTINGS))
+    for panel, full in zip(axes[0], FULL, strict=False):
+        share = share_followed(run).sel(full=full).min("driven")
+        for index, name in enumerate(LADDER):
+            measured(panel, position + 0.14 * (index - 1.5), share.sel(ladder=name), index, name)
+        panel.set(ylabel="share of the full flow's life", ylim=(-0.05, 1.35))
+        panel.legend(ncols=2, loc="upper center", columnspacing=1.0)
+    axes[0, 0].set_title("How long each flow is followed")
+    axes[0, 1].set_title("The same with weight decay")
+    for index, full in enumerate(FULL):
+        gained = xr.concat([recovery(full, name)(run) for name in SETTINGS], dim="setting")
+        measured(axes[0, 2], position + 0.14 * (index - 0.5), gained, index, full)
+    axes[0, 2].set(ylabel="entropy regained / nats", title="How far attention comes back")
+    axes[0, 2].legend(loc="upper left")
+    for panel in axes[0]:
+        panel.set_xticks(position, ["overlapping", "disjoint", "disjoint,\nstart near"])
     letters(axes)
     return figure
 
@@ -254,7 +321,7 @@ def _draw_components(panel: Axes, run: xr.Dataset) -> None:
         for name, width in (("averaged", 1.5), ("reduced at rest", 0.8)):
             path = run.approximation.sel(ladder=name).isel(token=token)
             theory(panel, run.time, path.where(abs(path) < 4), index, linewidth=width)
-    panel.set(xlabel="time", ylabel="weight $v$", ylim=(-2.5, 2.5))
+    panel.set(xlabel="time", ylabel="weight $v$, seed 0", ylim=(-2.5, 2.5))
     panel.legend(loc="lower left")
 
 

@@ -401,7 +401,7 @@ STUDY = Study(
             "The flows of Theorems 2 and 4. Lines: closed form. Points: SGD on a block with the theorem's drive as its "
             "gradient, seed 0. (a) Constant drive: the largest weight runs away. (b) Drive μ − v: every weight "
             "arrives at its target. (c) Entropy of their attention. (d) Blocks with real units trained on token "
-            "classes, without such a drive: each point is one block.",
+            "classes, without such a drive: each point is one block, dotted lines are the largest with linear units.",
         ),
         "figure-4": Drawing(
             sparse_dense_figures.draw_figure_4,

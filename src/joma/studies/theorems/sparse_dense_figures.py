@@ -94,7 +94,7 @@ def _draw_recoveries(panel: Axes, run: xr.Dataset) -> None:
             label = f"{attention} attention" if unit == NULL else None
             panel.plot(column + shift + spread, values, label=label, **{**marker(row + 1), "markersize": 3})
         bound = float(largest.sel(attention=attention))
-        panel.axhline(bound, color=COLOURS[row + 1], linestyle=":", linewidth=1, label=f"largest with {NULL} units")
+        panel.axhline(bound, color=COLOURS[row + 1], linestyle=":", linewidth=1)
     panel.set_xticks(range(len(UNITS)), list(UNITS.values()))
     panel.set(ylabel="entropy regained / nats", ylim=(-0.02, max(0.05, 1.5 * float(gained.max()))))
     panel.set_title("Real units: how far entropy comes back")
