@@ -27,13 +27,12 @@ from joma.studies.theorems.flow_comparison import (
 )
 from joma.theory import growth
 
-SMALL = FlowConfig(starts=9, samples=4, horizon=3.0, times=31)
+SMALL = FlowConfig(starts=9, samples=2, horizon=0.5, times=13)
 
 
 @pytest.fixture(scope="module")
 def trajectory():
-    seeds = [compare(SMALL, np.random.default_rng([seed, 3])) for seed in (0, 1)]
-    return xr.concat(seeds, dim=xr.Variable("seed", [0, 1]))
+    return compare(SMALL, np.random.default_rng([0, 3])).expand_dims(seed=[0])
 
 
 def test_all_flows_start_at_the_same_weights(trajectory):
@@ -52,7 +51,7 @@ def test_disjoint_centres_share_no_token_and_the_start_near_one_is_in_it(traject
     np.testing.assert_array_equal(cosine.sel(setting=["disjoint", "near"]), 0)
     assert 0.85 < float(cosine.sel(setting="overlapping").min()) < float(cosine.max()) < 1
     start = trajectory.coupled.sel(setting="near").isel(time=0, driven=0, full=0)
-    np.testing.assert_array_equal(start > 0, np.arange(6) % 3 == np.zeros((2, 1)))  # the tokens of the first centre
+    np.testing.assert_array_equal(start > 0, np.arange(6) % 3 == np.zeros((1, 1)))  # the tokens of the first centre
 
 
 def test_folding_is_exact_without_decay_and_not_with_it(trajectory):
@@ -63,7 +62,7 @@ def test_folding_is_exact_without_decay_and_not_with_it(trajectory):
 
 
 def test_the_reduced_path_is_theorem_4_about_its_centre(trajectory):
-    selected = trajectory.sel(driven="tanh", full="decayed", setting="disjoint").isel(seed=1)
+    selected = trajectory.sel(driven="tanh", full="decayed", setting="disjoint").isel(seed=0)
     expected = growth.nonlinear(selected.centre.values, float(selected.rate) * selected.time.values, START)
     np.testing.assert_allclose(selected.approximation.sel(ladder="reduced at rest"), expected, atol=1e-12)
 

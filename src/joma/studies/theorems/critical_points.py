@@ -383,8 +383,8 @@ def outcome(run: xr.Dataset) -> str:
     return (
         f"A stable point near the positive centre exists for {stable['plain']:.0%} of the plain flows, "
         f"{stable['sphere']:.0%} of those with weights of length 1 and {stable['decayed']:.0%} with weight decay. "
-        f"Theorem 4's flow stays within 10 % of the full one for {follows['overlapping']:.0%} of its life, "
-        f"{follows['disjoint']:.0%} with disjoint centres and {follows['near']:.0%} from a start near one; folding "
+        f"Theorem 4's flow stays within 10 % of the full one for {follows['overlapping']:.1%} of its life, "
+        f"{follows['disjoint']:.1%} with disjoint centres and {follows['near']:.1%} from a start near one; folding "
         f"attention into the MLP is exact to {float(flow_comparison.folded_distance(run).max()):.0e}."
     )
 
