@@ -49,7 +49,7 @@ def test_all_flows_start_at_the_same_weights(trajectory):
 def test_disjoint_centres_share_no_token_and_the_start_near_one_is_in_it(trajectory):
     cosine = trajectory.centre_cosine
     np.testing.assert_array_equal(cosine.sel(setting=["disjoint", "near"]), 0)
-    assert 0.85 < float(cosine.sel(setting="overlapping").min()) < float(cosine.max()) < 1
+    assert 0.85 < float(cosine.sel(setting="overlapping")) < 1
     start = trajectory.coupled.sel(setting="near").isel(time=0, driven=0, full=0)
     np.testing.assert_array_equal(start > 0, np.arange(6) % 3 == np.zeros((1, 1)))  # the tokens of the first centre
 
@@ -69,7 +69,7 @@ def test_the_reduced_path_is_theorem_4_about_its_centre(trajectory):
 
 def test_with_one_centre_and_decay_theorem_4_follows_a_relu_unit():
     """All of the noise is above the kink: the drive is constant, rate = λ, μ = x̄/λ, and Theorem 4 omits nothing."""
-    config = replace(SMALL, context_weights=(1.0,), driven=("relu",), horizon=0.6, times=13)
+    config = replace(SMALL, context_weights=(1.0,), driven=("relu",), horizon=0.3, times=5)
     compared = compare(config, np.random.default_rng(0))
     gap = distance(compared).sel(full="decayed", driven="relu", setting="overlapping")
     assert float(gap.sel(ladder="averaged").max()) < 1e-2
