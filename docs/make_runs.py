@@ -1,4 +1,4 @@
-"""Write `docs/runs/README.md` and its pictures from the runs that are stored beside it. Run by `make runs-page`."""
+"""Write `docs/runs/README.md`, its pictures and the findings in the README from stored runs: `make runs-page`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ run = joma.open_run("docs/runs/{example}")
 In the commands `wikitext-2` is a folder with `train.txt`, `valid.txt` and `test.txt`; which copy of the text we used
 is [deviation 15](../deviations.md).
 """
+README = FOLDER.parents[1] / "README.md"
+FINDINGS = ("entropy-text", "sparse-dense", "alignment")  # the studies that the README shows
+START, END = "<!-- findings: written by make runs-page -->", "<!-- end of findings -->"
 NOT_STORED = {
     "pretrained": "needs checkpoints of OPT and Pythia from the hub, about 60 GB",
 }
@@ -78,7 +81,9 @@ def section(path: Path) -> Iterator[str]:
     yield paragraph(caption)
     seconds, device = stored.wall_time, run.attrs["device"].removeprefix("cuda: ")
     plural = "s" * (seeds > 1)
-    yield paragraph(f"{seeds} seed{plural}, {seconds:.0f} s on {device}; commit {commit}; stored in `{relative(path)}`.")
+    yield paragraph(
+        f"{seeds} seed{plural}, {seconds:.0f} s on {device}; commit {commit}; stored in `{relative(path)}`."
+    )
     yield "\n".join(claims_table(stored.claims))
 
 
@@ -123,12 +128,20 @@ def costs(paths: list[Path]) -> Iterator[str]:
         full = f"{preset.seeds} seed{'s' * (preset.seeds > 1)}, about {_duration(preset.seconds)} on 2 cores"
         if name not in stored:
             yield f"| {name} | not run: {NOT_STORED.get(name, 'its run is still to be made')} | {full} |"
-        elif "--seeds" in command(stored[name]) or "--set" in command(stored[name]).replace("--set corpus=wikitext-2", ""):
+        elif _is_reduced(stored[name]):
             yield f"| {name} | `{command(stored[name])}` | {full} |"
 
 
+def _is_reduced(path: Path) -> bool:
+    """Return whether a stored run has fewer seeds or another config than its preset, the name of its text apart."""
+    words = shlex.split(command(path))
+    return "--seeds" in words or any(word.partition("=")[0] not in ("corpus", word) for word in words)
+
+
 def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def page(paths: list[Path]) -> str:
@@ -139,6 +152,24 @@ def page(paths: list[Path]) -> str:
     for path in paths:
         parts += section(path)
     return "\n\n".join(parts) + "\n"
+
+
+def findings(paths: list[Path]) -> str:
+    """Return the part of the README that shows what came out: three pictures, a sentence each, and counts by kind."""
+    stored = {path.parent.name: path for path in paths}
+    parts = [START]
+    for name in FINDINGS:
+        description = read_claims(stored[name]).description
+        parts += [f"### {description.title}", paragraph(description.outcome)]
+        parts.append(f"![{alt_text(load(name))}](docs/runs/pictures/{name}.png)")
+    parts += ["Claims of all stored runs, by kind:", "\n".join(counts(paths)), END]
+    return "\n\n".join(parts)
+
+
+def with_findings(readme: str, paths: list[Path]) -> str:
+    """Return the text of the README with its findings written anew."""
+    before, _, rest = readme.partition(START)
+    return before + findings(paths) + rest.partition(END)[2]
 
 
 def in_order() -> list[Path]:
@@ -163,6 +194,7 @@ def main() -> None:
     for path in paths:
         draw(path)
     PAGE.write_text(page(paths), encoding="utf-8")
+    README.write_text(with_findings(README.read_text(encoding="utf-8"), paths), encoding="utf-8")
 
 
 if __name__ == "__main__":
