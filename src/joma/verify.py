@@ -17,11 +17,11 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from joma.progress import SILENT, Progress
-from joma.study import Verdict
 from joma.theory import flows, growth, hierarchy, invariants, mixture
 from joma.theory.activations import Activation, named
 from joma.theory.block_flow import Architecture, BlockFlow, BlockSolution, Training, block
 from joma.theory.losses import cross_entropy
+from joma.verdicts import Verdict
 
 
 @dataclass(frozen=True)
