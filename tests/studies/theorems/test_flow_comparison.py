@@ -49,7 +49,7 @@ def test_all_flows_start_at_the_same_weights(trajectory):
 def test_disjoint_centres_share_no_token_and_the_start_near_one_is_in_it(trajectory):
     cosine = trajectory.centre_cosine
     np.testing.assert_array_equal(cosine.sel(setting=["disjoint", "near"]), 0)
-    assert 0.85 < float(cosine.sel(setting="overlapping")) < 1
+    assert 0.85 < cosine.sel(setting="overlapping").item() < 1
     start = trajectory.coupled.sel(setting="near").isel(time=0, driven=0, full=0)
     np.testing.assert_array_equal(start > 0, np.arange(6) % 3 == np.zeros((1, 1)))  # the tokens of the first centre
 
