@@ -43,15 +43,21 @@ def test_other_text_stays_as_it_is(text):
 @pytest.mark.parametrize(
     ("across", "number", "judged"),
     [
-        ("every", "3 ± 1", "2 to 4 over 3 seeds; judged by every seed"),
-        ("mean", "3 ± 1", "2 to 4 over 3 seeds; judged by the mean"),
-        ("interval", "3 ± 1", "judged by the 95 % interval 0.516 to 5.48 over 3 seeds"),
+        ("every", "4 ± 1", "3 to 5 over 3 seeds; judged by every seed"),
+        ("mean", "4 ± 1", "3 to 5 over 3 seeds; judged by the mean"),
+        ("interval", "4 ± 1", "judged by the 95 % interval 1.52 to 6.48 over 3 seeds"),
     ],
 )
 def test_a_row_says_what_the_claim_is_judged_by(across, number, judged):
-    shown = row(record([2.0, 3.0, 4.0], across))
+    shown = row(record([3.0, 4.0, 5.0], across))
     assert (shown["number"], shown["judged"]) == (number, judged)
     assert (shown["statement"], shown["quantity"], shown["expected"]) == ("It holds.", "nats", "≥ 1")
+
+
+def test_an_undecided_claim_has_its_interval_once():
+    shown = row(record([0.0, 1.0, 2.0], "interval"))
+    assert (shown["number"], shown["judged"]) == ("1 ± 1", "over 3 seeds")
+    assert shown["reason"] == "undecided: the 95 % interval over seeds, -1.48 to 3.48, contains 1"
 
 
 def test_a_single_value_has_no_spread():

@@ -96,6 +96,8 @@ def _judged(claim: Mapping[str, Any]) -> str:
         return f"{missing} of {len(values)} seeds are not finite"
     ends = measured["interval"] if claim["across"] == "interval" and measured["interval"] else None
     low, high = (readable(f"{end:.3g}") for end in ends or (measured["min"], measured["max"]))
+    if ends and claim["reason"].startswith("undecided"):  # the reason has the interval
+        return f"over {len(values)} seeds"
     if ends:
         return f"judged by the 95 % interval {low} to {high} over {len(values)} seeds"
     return f"{low} to {high} over {len(values)} seeds; judged by {JUDGED[claim['across']]}"
