@@ -168,6 +168,20 @@ class QueryKeyOverride(NamedTuple):
         return query, torch.where(computed, key, self.key.to(key.dtype))
 
 
+class QueryScale(NamedTuple):
+    """Factors of a layer's queries, and so of its attention scores: inverse temperatures.
+
+    Attributes:
+        scale: one factor for each seed.
+    """
+
+    scale: Float[Tensor, " seed"]
+
+    def apply(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries times their factors, and the keys."""
+        return query * self.scale[:, None, None, None], key
+
+
 class InputStage(nn.Module):
     """Scale embeddings, add positional encodings and apply dropout, before the first layer."""
 
@@ -217,7 +231,7 @@ class Attention(nn.Module):
         query_positions: QueryPositions,
         noise: Tensor | None,
         watched: Watched,
-        override: QueryKeyOverride | None = None,
+        override: QueryKeyOverride | QueryScale | None = None,
     ) -> Float[Tensor, "seed sample query width"]:
         """Return the output of attention at the query positions; `mask` is added to the scores."""
         mask = query_positions.select(mask, dim=-2)
@@ -339,7 +353,7 @@ class Layer(nn.Module):
         noise: Tensor | None,
         residual_scale: Float[Tensor, "seed 2"] | None,
         watched: Watched = NOTHING_WATCHED,
-        override: QueryKeyOverride | None = None,
+        override: QueryKeyOverride | QueryScale | None = None,
     ) -> Float[Tensor, "seed sample query width"]:
         """Return the residual stream at the query positions after this layer.
 
@@ -350,7 +364,7 @@ class Layer(nn.Module):
             noise: a key of `joma.noise` for dropout, or None.
             residual_scale: factors of x in the two residual connections; None for the connections of the config.
             watched: lists to append activations to.
-            override: queries and keys that replace those of this layer.
+            override: queries and keys that replace those of this layer, or factors of them.
         """
         y = self.attention(
             self._pre_norm(0, x),

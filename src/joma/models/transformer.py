@@ -32,6 +32,7 @@ from joma.models.layers import (
     Norm,
     QueryKeyOverride,
     QueryPositions,
+    QueryScale,
     ResidualStream,
     Watched,
     sinusoids,
@@ -199,15 +200,19 @@ class Decoder(nn.Module):
         overrides = self._overrides(tokens, positions, noise, mask, query_positions)
         by_layer = zip(self.layers, keys, self._layer_queries(query_positions), overrides, strict=True)
         for number, (layer, key, queries, override) in enumerate(by_layer):
+            # Lists of its own for each layer: a compiled layer is compiled again for lists of another length.
+            layer_watched = {name: [] for name in watched}
             x = layer(
                 x,
                 mask,
                 query_positions=queries,
                 noise=key,
                 residual_scale=self._layer_residual_scale(number),
-                watched=watched,
+                watched=layer_watched,
                 override=override,
             )
+            for name, tensors in layer_watched.items():
+                watched[name].extend(tensors)
         return x
 
     def _overrides(
@@ -217,8 +222,8 @@ class Decoder(nn.Module):
         noise: Tensor | None,
         mask: Tensor,
         query_positions: QueryPositions,
-    ) -> Sequence[QueryKeyOverride | None]:
-        """Return, for each layer, queries and keys that replace those it computes: none here, but subclasses may."""
+    ) -> Sequence[QueryKeyOverride | QueryScale | None]:
+        """Return, for each layer, what changes the queries and keys it computes: nothing here, but subclasses may."""
         del tokens, positions, noise, mask, query_positions
         return [None] * len(self.layers)
 

@@ -44,6 +44,7 @@ SMALL = Config(
 )
 CONTEXT = Context((0, 1))
 UNTESTED = "not tested"
+AT_FIVE_LAYERS = {f"{name}-5" for name in ("bounce", "loss", "steady", "clamped", "prevented", "clamp")}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_weights_train_as_in_the_free_run_and_stay_from_their_step_on():
 
 
 def test_the_held_arm_equals_the_free_one_until_the_minimum(trajectory):
-    assert trajectory.arm.values.tolist() == ["free", "held", "steady", "frozen"]
+    assert trajectory.arm.values.tolist() == ["free", "held", "steady", "frozen", "clamped"]
     assert trajectory.depth.values.tolist() == [1, 2]
     free = trajectory.sel(arm="free")
     for depth in (1, 2):
@@ -167,8 +168,12 @@ def test_each_arm_is_frozen_at_its_own_minima(monkeypatch):
     curves = np.array([[[4.0, 4], [3, 1], [1, 2], [2, 2], [2, 2]], [[4.0, 4], [3, 3], [3, 1], [1, 2], [2, 2]]])
     frozen_at = {}
 
-    def train_arm(_config, _context, _text, arm, freeze_steps, *, attention_steps=None):
-        frozen_at[arm] = (freeze_steps.tolist(), None if attention_steps is None else attention_steps.tolist())
+    def train_arm(_config, _context, _text, arm, *, depth, freezing):
+        factors = [[schedule(torch.tensor(step)) for step in range(13)] for schedule in freezing.schedules.values()]
+        frozen = torch.stack([torch.stack(layer).sum(0) for layer in factors], dim=-1)  # the steps with factor 1
+        others = (freezing.attention_steps, freezing.entropy_steps)
+        frozen_at[arm] = (frozen.int().tolist(), *(None if steps is None else steps.tolist() for steps in others))
+        assert depth == 2
         dims, steps = ("seed", "step", "layer", "head"), [0, 3, 6, 9, 12]
         return xr.Dataset({"entropy": (dims, curves[..., None])}, {"step": steps, "seed": [0, 1]})
 
@@ -176,10 +181,11 @@ def test_each_arm_is_frozen_at_its_own_minima(monkeypatch):
     trajectory = run(replace(SMALL, depths=(2,)), CONTEXT)
     never = [[12, 12], [12, 12]]
     assert frozen_at == {
-        "free": (never, None),
-        "held": ([[6, 3], [9, 6]], None),
-        "steady": (never, [6, 9]),
-        "frozen": ([[0, 0], [0, 0]], None),
+        "free": (never, None, None),
+        "held": ([[6, 3], [9, 6]], None, None),
+        "steady": (never, [6, 9], None),
+        "frozen": ([[0, 0], [0, 0]], None, None),
+        "clamped": (never, None, [[6, 3], [9, 6]]),
     }
     np.testing.assert_allclose(recovery(trajectory, 2, "steady").values.ravel(), [2 - 1.5, 2 - 1.5])
     np.testing.assert_allclose(recovery(trajectory, 2, "held").values.ravel(), [2 - 1, 2 - 1])
@@ -190,7 +196,7 @@ def test_where_nothing_was_frozen_nothing_is_judged(trajectory):
     late["hold"] = late.hold.where(late.hold.isnull(), 12)
     late["turn"] = late.turn * 0 + 12
     never_frozen, judged = late.copy(deep=True), verdicts(late)
-    assert {judged[f"{name}-{depth}"] for name in ("loss", "steady") for depth in (1, 2)} == {UNTESTED}
+    assert {judged[f"{name}-{depth}"] for name in ("loss", "steady", "clamped") for depth in (1, 2)} == {UNTESTED}
     late.turn[0] = 9
     late.valid_loss[:] = late.valid_loss.sel(arm="free")  # equal losses are neither higher nor lower
     judged = verdicts(late)
@@ -231,15 +237,15 @@ def test_recovery_is_from_each_layers_own_minimum(trajectory):
     np.testing.assert_allclose(recovery(linear, 2, "free"), expected)
 
 
-@pytest.mark.parametrize("arms", [["held"], ["steady"], ["frozen", "steady"], []])
+@pytest.mark.parametrize("arms", [["held"], ["steady"], ["clamped"], ["frozen", "steady"], []])
 def test_arms_that_were_left_out_are_not_judged(frozen_early, arms):
     absent = absent_claims(frozen_early.sel(arm=["free", *arms]))
-    needs = {"loss": "held", "prevented": "held", "steady": "steady"}
+    needs = {"loss": "held", "prevented": "held", "steady": "steady", "clamped": "clamped", "clamp": "clamped"}
     missing = {f"{name}-{depth}" for name, arm in needs.items() for depth in (1, 2) if arm not in arms}
-    assert absent == {"bounce-5", "loss-5", "steady-5", "prevented-5"} | missing
+    assert absent == AT_FIVE_LAYERS | missing
 
 
-@pytest.mark.parametrize("arms", [["held"], ["steady"], ["frozen", "steady"], []])
+@pytest.mark.parametrize("arms", [["held"], ["steady", "clamped"], ["frozen", "steady"], []])
 def test_the_arms_of_a_run_are_drawn(frozen_early, arms):
     trajectory = frozen_early.sel(arm=["free", *arms])
     figure = draw_arms(trajectory)
@@ -310,6 +316,27 @@ def test_frozen_attention_keeps_its_entropy_and_is_free_before(trajectory):
     assert bool((trajectory.turn < SMALL.steps).any())
 
 
+def test_clamped_entropy_stays_at_each_layers_minimum_and_is_free_before():
+    """All validation text is in the windows that the clamp reads, so that what is recorded is what is clamped."""
+    config = replace(SMALL, arms=("clamped",), columns=2, glance=16, steps=60, every=3, rate=1e-3)
+    trajectory = run(config, CONTEXT)
+    left = []
+    for depth in (1, 2):
+        at_depth = trajectory.sel(depth=depth).isel(layer=slice(depth), head=0)
+        for seed in CONTEXT.seeds:
+            first = int(at_depth.hold.sel(seed=seed).min())
+            before = at_depth.valid_loss.sel(seed=seed, step=slice(0, first))
+            np.testing.assert_array_equal(before.sel(arm="clamped"), before.sel(arm="free"))
+            for layer in range(depth):
+                hold = int(at_depth.hold.sel(seed=seed, layer=layer))
+                after = at_depth.entropy.sel(seed=seed, layer=layer, step=slice(hold, None))
+                moved = abs(after - after.sel(arm="clamped").isel(step=0)).mean("step")
+                if moved.sel(arm="free") > 0.002:
+                    left.append(float(moved.sel(arm="clamped") / moved.sel(arm="free")))
+    assert left
+    assert max(left) < 0.1
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -332,6 +359,4 @@ def test_an_error_names_the_field(change, name):
 def test_the_claims_of_five_layers_need_the_paper_preset():
     depths = {name: STUDY.presets[name].config.depths for name in ("quick", "paper")}
     assert depths == {"quick": (1, 2), "paper": (1, 2, 5)}
-    assert {claim.name for claim in CLAIMS if claim.presets == ("paper",)} == {
-        "bounce-5", "loss-5", "steady-5", "prevented-5",
-    }  # fmt: skip
+    assert {claim.name for claim in CLAIMS if claim.presets == ("paper",)} == AT_FIVE_LAYERS

@@ -1,5 +1,6 @@
 """The text, the model, the training and the measures that the studies of text share."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 from joma import noise
 from joma.arguments import InputError
 from joma.cli import config_with
-from joma.models.transformer import Decoder
+from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.entropy import shannon_entropy
 from joma.studies import load
 from joma.studies.text import language_training
@@ -20,9 +21,11 @@ from joma.studies.text.language_training import (
     FORWARD_SHARE,
     FurtherMeasures,
     LanguageSetting,
+    TextColumns,
     Variant,
     decoder_config,
     inputs,
+    layer_entropy,
     read_text,
     record_steps,
     train,
@@ -297,3 +300,29 @@ def test_one_adam_throughout_can_be_chosen(text):
     first_epoch = slice(0, 2)
     np.testing.assert_array_equal(restarted.sel(step=first_epoch), throughout.sel(step=first_epoch))
     assert (restarted.sel(step=3) != throughout.sel(step=3)).all()
+
+
+def test_the_slope_of_entropy_is_its_change_by_a_factor_of_all_scores():
+    config = DecoderConfig(vocabulary=9, width=8, layers=2, length=6, positions="sinusoidal", init="encoder")
+    model = Decoder(config, generators=[torch.Generator().manual_seed(seed) for seed in (0, 1)], dtype=torch.float64)
+    tokens = torch.randint(9, (5, 6), generator=torch.Generator().manual_seed(3))
+    entropy, slope = layer_entropy(model, tokens)
+    for number in range(2):
+        changed = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in changed.layers[number].attention.query.parameters():
+                parameter.mul_(np.exp(1e-6))
+        difference = (entropy - layer_entropy(changed, tokens)[0])[:, number] / 1e-6
+        torch.testing.assert_close(slope[:, number], difference, rtol=1e-4, atol=1e-8)
+        weights = model.activations(tokens, ["attention"])["attention"][number]
+        by_hand = -(weights * weights.clamp_min(1e-300).log()).sum(-1).mean(dim=(1, 2, 3))
+        torch.testing.assert_close(entropy[:, number], by_hand, rtol=1e-12, atol=0)
+
+
+def test_sampled_windows_are_full_and_evenly_spaced():
+    valid = torch.arange(2 * 23).reshape(2, 23)
+    text = TextColumns(50, torch.zeros(2, 30, dtype=torch.long), valid, 5, names=(), counts=np.zeros(50, dtype=int))
+    assert text.sample_windows(4)[:, 0].tolist() == [0, 10, 23, 33]
+    assert len(text.sample_windows(100)) == 8
+    assert text.sample_windows(4).shape == (4, 5)
+    assert TextColumns(50, text.train, valid[:, :3], 5, names=(), counts=text.counts).sample_windows(4).shape == (0, 5)

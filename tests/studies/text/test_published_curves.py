@@ -14,7 +14,9 @@ from joma.studies.text.published_curves import (
     has_attributes,
     leave_one_out,
     like_published,
+    loss_tolerance,
     on_wikitext,
+    on_wikitext103,
     prediction_half_width,
     published,
     published_entropy,
@@ -80,3 +82,12 @@ def test_wikitext_is_known_by_its_numbers():
     assert not on_wikitext(run.assign_attrs(tokens=5))
     assert not on_wikitext(xr.Dataset())
     assert has_attributes(xr.Dataset(), {"glance": 0})
+    assert not on_wikitext103(run)
+    assert on_wikitext103(run.assign_attrs(tokens=101_000_000))
+    assert not on_wikitext103(run.assign_attrs(tokens=110_000_000))
+
+
+def test_the_tolerance_of_losses_is_the_largest_over_depths():
+    losses = [published().valid_loss.sel(depth=depth).min("step").values for depth in PUBLISHED_LOSS]
+    quantile = stats.t.ppf(0.975, 2)
+    assert loss_tolerance() == pytest.approx(max(quantile * np.std(three, ddof=1) * np.sqrt(2 / 3) for three in losses))

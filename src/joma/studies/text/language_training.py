@@ -24,6 +24,7 @@ from joma import noise, schedule
 from joma.arguments import InputError, whole
 from joma.data.sources import find_local
 from joma.data.text import corpus
+from joma.models.clamped import ClampedEntropyDecoder
 from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.entropy import shannon_entropy
@@ -92,10 +93,14 @@ class Freezing:
         schedules: factors of the learning rate, as of `Optimiser`; a parameter is frozen while its factor is 0.
         attention_steps: the step from which each seed's attention weights are frozen, as of `FrozenAttentionDecoder`;
             None for weights that are never frozen. Only for a training at one learning rate.
+        entropy_steps: the step after which the entropy of each layer, on windows of the validation text, is clamped,
+            as of `ClampedEntropyDecoder`; None for entropy that is never clamped. Only for a training at one learning
+            rate, and without `attention_steps`.
     """
 
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
     attention_steps: Int[np.ndarray, " seed"] | None = None
+    entropy_steps: Int[np.ndarray, "seed layer"] | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,29 @@ class TextColumns:
             yield from zip(*(part.split(max(1, pass_tokens // self.length)) for part in windows), strict=True)
         if count % self.length:
             yield tokens[:, end:], targets[:, end:]
+
+    def sample_windows(self, count: int) -> Int[Tensor, "sample length"]:
+        """Return at most `count` full windows of the validation text, evenly spaced; none if there is no full one."""
+        full_windows = self.valid.shape[1] // self.length
+        windows = self.valid[:, : full_windows * self.length].reshape(-1, self.length)
+        count = min(count, len(windows))
+        return windows[[number * len(windows) // count for number in range(count)]]
+
+
+@torch.no_grad()
+def layer_entropy(model: Decoder, tokens: Int[Tensor, "sample length"]) -> tuple[Tensor, Tensor]:
+    """Return entropy and Var(ln p) of each layer's attention, means over rows and heads without dropout [seed, layer].
+
+    Var(ln p) = Σ p (ln p)² − H² is what entropy falls by for each unit by which the logarithm of a factor of all scores
+    rises.
+    """
+    means = []
+    for weights in model.activations(tokens, ["attention"])["attention"]:
+        entropy = shannon_entropy(weights)
+        square = (weights * weights.clamp_min(torch.finfo(weights.dtype).tiny).log().square()).sum(dim=-1)
+        means.append(torch.stack([entropy, square - entropy.square()]).mean(dim=(2, 3, 4)))
+    entropy, slope = torch.stack(means, dim=2)
+    return entropy, slope
 
 
 def inputs(setting: Any) -> dict[str, str]:
@@ -296,10 +324,13 @@ def _training(
 ) -> LabelledTraining:
     arms = Arms("rate", rate) if isinstance(rate, Sequence) else None
     seeds = torch.tensor(context.models(arms), device=context.device)
+    clamp_windows = text.sample_windows(setting.batch)
 
     def loss(model: Decoder, step: Tensor) -> Float[Tensor, " seed"]:
         if isinstance(model, FrozenAttentionDecoder):
             model.set_step(step)
+        if isinstance(model, ClampedEntropyDecoder):
+            model.adapt(step, *layer_entropy(model, clamp_windows))
         tokens, targets = text.window(step)
         return model.surprisal(tokens, targets, noise=noise.key(seeds, step)).mean(dim=(1, 2))
 
@@ -327,6 +358,8 @@ def _training(
 
 
 def _model(config: DecoderConfig, generators: list[torch.Generator], freezing: Freezing) -> Decoder:
+    if freezing.entropy_steps is not None:
+        return ClampedEntropyDecoder(config, generators=generators, clamp_steps=freezing.entropy_steps)
     if freezing.attention_steps is None:
         return Decoder(config, generators=generators)
     return FrozenAttentionDecoder(config, generators=generators, freeze_steps=freezing.attention_steps)
