@@ -14,7 +14,11 @@ from joma.studies import load
 
 STORED = Path(__file__).parents[1] / "docs" / "wikitext-2"
 RUNS = sorted(claims.parent for claims in STORED.glob("*/*/claims.json"))
-EACH_RUN = pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
+# Its arm with clamped entropy has not been run at this size yet: the stored run is of the version before.
+EARLIER = {"bounce-control": pytest.mark.skip(reason="a run of an earlier version of the study")}
+EACH_RUN = pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.parent.name, marks=EARLIER.get(path.parent.name, ())) for path in RUNS]
+)
 
 
 def table_row(record):

@@ -168,6 +168,26 @@ def recovery_left(run: xr.Dataset, depth: int, arm: str) -> float:
     return float(abs(layer_recovery(run, depth, arm)).mean() / recovery(run, depth, "free").mean())
 
 
+def _recovery_checks(depth: int, layers: str, presets: tuple[str, ...]) -> tuple[Claim, ...]:
+    """Return whether what is meant to prevent the recovery of entropy does."""
+    return tuple(
+        Claim(
+            f"{name}-{depth}",
+            f"With {layers} {means} most of the recovery of entropy.",
+            partial(recovery_left, depth=depth, arm=arm),
+            at_most(0.5),
+            kind="check",
+            quantity="|final entropy − that at the minimum| over the recovery of the free run, means over seeds "
+            "and layers",
+            presets=presets,
+        )
+        for arm, name, means in (
+            ("held", "prevented", "frozen W_Q and W_K prevent"),
+            ("clamped", "clamp", "the temperature prevents"),
+        )
+    )
+
+
 def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
     layers = "1 layer" if depth == 1 else f"{depth} layers"
     ends, expected = ("lower", below(0.0)) if depth == 1 else ("higher", above(0.0))
@@ -194,22 +214,7 @@ def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
             )
             for arm, (name, condition) in CONTROLS.items()
         ),
-        *(
-            Claim(
-                f"{name}-{depth}",
-                f"With {layers} {means} most of the recovery of entropy.",
-                partial(recovery_left, depth=depth, arm=arm),
-                at_most(0.5),
-                kind="check",
-                quantity="|final entropy − that at the minimum| over the recovery of the free run, means over seeds "
-                "and layers",
-                presets=presets,
-            )
-            for arm, name, means in (
-                ("held", "prevented", "frozen W_Q and W_K prevent"),
-                ("clamped", "clamp", "the temperature prevents"),
-            )
-        ),
+        *_recovery_checks(depth, layers, presets),
     )
 
 
@@ -297,7 +302,7 @@ def draw_gaps(run: xr.Dataset) -> Figure:
         recoveries = [recovery(run, depth, arm) for depth in depths]
         lines = axes[0, 1].plot(x, recoveries, **marker(COLOUR_INDEX[arm]))
         lines[0].set_label(ARMS[arm])
-    axes[0, 0].set(ylabel="loss − free run's", title="What freezing costs at the end")
+    axes[0, 0].set(ylabel="loss − free run's", title="What each change costs at the end")
     axes[0, 1].set(ylabel="entropy regained (nats)", title="How far entropy recovers")
     for panel in axes[0]:
         panel.axhline(0.0, color="0.3", linewidth=0.8)
