@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from joma.report.overview import MAX_OUTCOMES, OUTCOMES, PICTURES, main_runs, overview, run_counts
 from joma.runs import Description
+from joma.studies import STUDIES, load
 from joma.verdicts import KINDS
 
 PRESETS = st.sampled_from(["quick", "paper", "wikitext-103"])
@@ -54,6 +55,12 @@ def test_pictures_and_outcomes_are_in_their_order(labels):
 
 def test_every_picture_may_tell_its_outcome():
     assert {*PICTURES} == {*OUTCOMES}
+
+
+def test_the_pictures_are_those_that_the_studies_have():
+    studies = [load(name) for name in STUDIES]
+    assert sorted(study.highlight.label for study in studies if study.highlight) == sorted(PICTURES)
+    assert all(study.outcome for study in studies if study.highlight)
 
 
 def test_outcomes_of_other_studies_fill_what_is_free():
