@@ -122,7 +122,7 @@ class BlockSetting:
 TRAINED_ARMS: dict[BlockSetting, tuple[str, ...]] = {
     BlockSetting("exp", "linear"): ("small",),
     BlockSetting("exp", "gelu"): ("small", "unequal", "zero"),
-    BlockSetting("softmax", "gelu"): ("unequal", "zero"),
+    BlockSetting("softmax", "gelu"): ("unequal",),
     BlockSetting("linear", "gelu"): ("unequal",),
     BlockSetting("exp", "gelu", "skip"): ("small",),
 }
@@ -246,13 +246,13 @@ def _optimiser(config: Config, setting: BlockSetting, models: int) -> Optimiser:
     """Return SGD with the rates of each arm, with weight decay or replaced by Adam if that is the breaker."""
     if setting.breaker == "adam":
         return Optimiser("adam", config.adam_rate, {"z": config.kappa * config.adam_rate})
-    arms = [arm for arm in setting.arms(config).values() for _ in range(models)]
+    decay, (base, *others) = config.decay if setting.breaker == "decay" else 0.0, setting.arms(config).values()
+    if not others:  # one rate for all models is faster than one for each
+        return Optimiser("sgd", base.rate, {"z": base.rate_z}, weight_decay=decay)
+    arms = [arm for arm in (base, *others) for _ in range(models)]
     kappa = torch.tensor([arm.kappa for arm in arms], dtype=torch.float64)
     return Optimiser(
-        "sgd",
-        [arm.rate for arm in arms],
-        weight_decay=config.decay if setting.breaker == "decay" else 0.0,
-        schedules={"z": lambda step: kappa.to(step.device)},
+        "sgd", [arm.rate for arm in arms], weight_decay=decay, schedules={"z": lambda step: kappa.to(step.device)}
     )
 
 
