@@ -27,7 +27,7 @@ from joma.studies.theorems.flow_comparison import (
 )
 from joma.theory import growth
 
-SMALL = FlowConfig(starts=9, samples=2, horizon=0.5, times=13)
+SMALL = FlowConfig(starts=9, samples=2, horizon=0.2, times=13)
 
 
 @pytest.fixture(scope="module")

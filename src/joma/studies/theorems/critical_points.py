@@ -441,10 +441,16 @@ STUDY = Study(
         "quick": Preset(Config(), seeds=3, seconds=15),
         "paper": Preset(
             Config(
-                tokens=30, components=6, starts=96, mixtures=30, samples=100, driven=("relu", "gelu", "silu", "tanh")
+                tokens=30,
+                components=6,
+                starts=96,
+                mixtures=30,
+                samples=100,
+                times=61,
+                driven=("relu", "gelu", "silu", "tanh"),
             ),
-            seeds=20,
-            seconds=300,
+            seeds=10,
+            seconds=180,
         ),
     },
     run=run,

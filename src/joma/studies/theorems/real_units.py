@@ -29,7 +29,7 @@ VISIBLE = 0.01  # share of its fall that entropy must regain for a bounce that o
 UNITS = {NULL: "linear", "relu": "ReLU", "gelu": "GELU", "silu": "SiLU", "tanh": "tanh"}
 TOKENS = ("gaussian", "random")
 AXES = ("attention", "units", "tokens")
-RECORDS = 200
+RECORDS = 100
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from joma.studies.theorems.real_units import KINDS_OF_ATTENTION, NULL, UNITS, VI
 VISIBLE_ABOVE = 0.88  # mean of μ above which bounces are visible
 SHOWN_WEIGHT = 4.0  # at which the weight that runs away leaves the panel
 SHOWN_TIME = 2.5
+SHOWN_DRAWS = 200  # of a seed
 
 
 def draw_highlight(run: xr.Dataset) -> Figure:
@@ -161,7 +162,7 @@ def draw_bounce(run: xr.Dataset) -> Figure:
     figure, axes = canvas(1, 1, width=4.6, height=3.0)
     panel = axes[0, 0]
     for index, seed in enumerate(run.seed.values[:4]):
-        draws = run.sel(seed=seed)
+        draws = run.sel(seed=seed).isel(draw=slice(SHOWN_DRAWS))
         measured(panel, draws.counted_mean, draws.counted_regained, index, f"seed {seed}", markersize=3)
     panel.axhline(VISIBLE, color="0.4", linestyle=":", label="1 %")
     panel.axvline(VISIBLE_ABOVE, color="0.4", linestyle="--", label="mean 0.88")
