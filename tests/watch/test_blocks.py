@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny_models
 from joma.arguments import InputError
-from joma.watch.blocks import find_blocks, named_modules
+from joma.watch.blocks import all_modules, find_blocks, named_modules
 
 
 class SelfAttention(nn.Module):
@@ -171,3 +171,12 @@ def test_a_model_without_attention_lists_what_it_has():
     pairs = nn.ModuleList([nn.ModuleList([SelfAttention(), Mixer()])])  # nothing to hook: lists are not called
     with pytest.raises(InputError, match=r"layers \(1 x ModuleList\)"):
         find_blocks(Named(layers=pairs))
+
+
+def test_all_modules_are_those_of_torch_in_its_order() -> None:
+    shared, block = nn.Linear(2, 2), nn.TransformerEncoderLayer(4, 2)
+    inner = nn.ModuleDict({"b": shared, "a": nn.Sequential(nn.ReLU(), shared, block)})
+    inner.register_module("none", None)
+    for model in (nn.Sequential(inner, block, shared), shared, nn.Sequential(nn.ModuleList([inner]), inner)):
+        modules = all_modules(model)
+        assert list(modules.items()) == list(model.named_modules())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from joma.watch.masks import ModuleCall, labelled, not_padding, real_tokens, seen_tokens, shows_all
+from joma.watch.masks import ModuleCall, Parameters, labelled, not_padding, real_tokens, seen_tokens, shows_all
 from tiny_models import random_normal
 
 
@@ -63,7 +63,7 @@ def test_logits_show_all_tokens_where_their_mask_does(lengths: list[int], left: 
 
 def masks(parameters: str, **arguments: Tensor) -> dict[str, list[list[bool]]]:
     """Return the masks of a module with these parameters by name, as real tokens."""
-    call = ModuleCall("", dict.fromkeys(parameters.split(), True), (), arguments)
+    call = ModuleCall("", Parameters(dict.fromkeys(parameters.split(), True)), (), arguments)
     return {mask.name: mask.read(mask.values).tolist() for mask in call.queries("layer")}
 
 

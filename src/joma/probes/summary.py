@@ -45,6 +45,13 @@ MEASURES = {
     "distance": Measure("tokens", "attended distance", "the mean distance between a query and the keys it attends to"),
     "largest_logit": Measure("1", "largest logit", "the largest score before the softmax", "maximum"),
 }
+_FIELDS = {  # of `Rows`, by measure
+    "entropy": "entropy",
+    "largest_weight": "largest",
+    "top_mass": "top_mass",
+    "distance": "distance",
+    "largest_logit": "largest_logit",
+}
 _ENTROPY_ALONE = {"entropy", "effective_tokens", "relative_entropy", "largest_weight"}
 
 
@@ -228,15 +235,11 @@ def summary_rows(
         top, distance = top if "top_mass" in wanted else 0, "distance" in wanted
         sink = chosen[0] if isinstance(chosen, list) and len(chosen) == 1 else None
         parts = [summary_sums(scores, precision, top, distance=distance, sink=sink) for scores in split.scores]
-    rows = {
-        "entropy": [part.entropy for part in parts],
-        "largest_weight": [part.largest for part in parts],
-        "top_mass": [part.top_mass for part in parts],
-        "distance": [part.distance for part in parts],
-        "largest_logit": [part.largest_logit for part in parts],
+    joined = {
+        name: split.join([getattr(part, field) for part in parts])
+        for name, field in _FIELDS.items()
+        if name in wanted or name == "entropy"
     }
-    needed = wanted | {"entropy"}
-    joined = {name: split.join(cast(list[Tensor], values)) for name, values in rows.items() if name in needed}
     if chosen is not None:
         joined["sink_mass"] = split.join(_sink_mass(split, parts, chosen))
     if split.sink_logits is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from joma.arguments import InputError, StateError, flag, short_reason
+from joma.watch.blocks import all_modules
 
 T = TypeVar("T")
 
@@ -152,7 +153,7 @@ def reshard(model: nn.Module) -> None:
     Its outermost module keeps them for a backward pass, which a probe never makes. An optimiser's step would change the
     shards alone, and the next forward pass would use the old gathered values.
     """
-    for module in model.modules():
+    for module in all_modules(model).values():
         if hasattr(type(module), "_get_fsdp_state"):  # a module itself is slow to say that it has no such attribute
             cast(Any, module).reshard()
 

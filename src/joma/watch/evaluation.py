@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from joma.watch.blocks import all_modules
+
 
 def call_model(model: nn.Module, batch: Any) -> object:
     """Call `model` on a mapping, a tuple or list, or a single argument."""
@@ -37,7 +39,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     The flags are set directly: `model.eval()` may be overridden, and then do more, such as merging adapters; and to set
     an attribute of a module takes a microsecond, which a small model's probe would notice.
     """
-    training = [attributes for attributes in map(vars, model.modules()) if attributes.get("training")]
+    training = [attributes for attributes in map(vars, all_modules(model).values()) if attributes.get("training")]
     for attributes in training:
         attributes["training"] = False
     try:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from joma.arguments import InputError, StateError, flag, instance
 from joma.probes.spectrum import state_ranks
-from joma.watch.blocks import find_blocks, first_free, named_modules
+from joma.watch.blocks import all_modules, find_blocks, first_free, named_modules
 from joma.watch.module_hooks import Hooks, module_hooks
 from joma.watch.rows import RowMasks
 from joma.watch.switches import without_compilation, without_fast_path
@@ -240,7 +240,7 @@ def activations(
     """
     instance("model", model, nn.Module, "load it first")
     recording = HiddenStates(model, residual=residual, ranks=ranks, rows=rows, blocks=blocks)
-    modules = list(model.modules())
+    modules = all_modules(model).values()
     with ExitStack() as stack:
         stack.enter_context(without_fast_path(modules))
         stack.enter_context(without_compilation(modules))

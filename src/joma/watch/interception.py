@@ -255,7 +255,7 @@ def _input_error(cause: Exception) -> InputError:
 
 def _overlooked(recording: Recording, call: AttentionCall) -> bool:
     """Whether this attention is none that a recording measures; the recording then lists it as not seen."""
-    reason = never_recorded(frame.module for frame in recording.call_stack)
+    reason = never_recorded([frame.module for frame in recording.call_stack])
     tensor = call.query if call.logits is None else call.logits
     if reason is not None:
         recording.overlook(reason)

@@ -113,25 +113,41 @@ def is_visible(mask: Tensor) -> Bool[Tensor, "*shape"]:
     return mask > HIDDEN if mask.is_floating_point() else mask != 0
 
 
+class Parameters:
+    """What the names of the arguments of a module's forward tell; computed once, because a pass has many calls.
+
+    Attributes:
+        names: all of them.
+        positional: those that may be given by position, in order.
+        has_masks: whether one of them is a mask, or says that no mask of others holds.
+        two_sided: whether the module has an encoder and a decoder.
+        is_xlnet: whether its `input_mask` is of padding.
+    """
+
+    def __init__(self, names: Mapping[str, bool]) -> None:
+        self.names = frozenset(names)
+        self.positional = tuple(name for name, is_positional in names.items() if is_positional)
+        self.first = next(iter(names), "")
+        self.has_masks = not HOOKED.isdisjoint(names)
+        self.two_sided = not self.names.isdisjoint(_DECODER_ARGUMENTS) or (
+            self.names >= {"src_key_padding_mask", "tgt_key_padding_mask"}
+        )
+        self.is_xlnet = _XLNET[1] in names
+
+
 class ModuleCall:
     """The arguments of one call of a module that say which tokens are real."""
 
-    def __init__(
-        self, name: str, parameters: Mapping[str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.name, self.parameters = name, parameters
-        positional = (name for name, is_positional in parameters.items() if is_positional)
-        given = dict(zip(positional, args, strict=False)) | kwargs
-        self.first = args[0] if args else given.get(next(iter(parameters), ""))
+    def __init__(self, name: str, parameters: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name, self.parameters, self.two_sided = name, parameters.names, parameters.two_sided
+        given = dict(zip(parameters.positional, args, strict=False)) | kwargs
+        self.first = args[0] if args else given.get(parameters.first)
         self.arguments = {name: value for name, value in given.items() if name in _KEPT and isinstance(value, Tensor)}
         if _LENGTHS in self.arguments:
             self._read_lengths(self.arguments.pop(_LENGTHS))
         if _XLNET[0] in self.arguments:
             padding = self.arguments.pop(_XLNET[0])
-            self.arguments |= {_XLNET[0]: padding != 0} if _XLNET[1] in parameters else {}
-        self.two_sided = any(name in parameters for name in _DECODER_ARGUMENTS) or (
-            "src_key_padding_mask" in parameters and "tgt_key_padding_mask" in parameters
-        )
+            self.arguments |= {_XLNET[0]: padding != 0} if parameters.is_xlnet else {}
         self.has_masks = not _MASKS.isdisjoint(self.arguments) or (self.two_sided and "labels" in self.arguments)
 
     def _read_lengths(self, lengths: Tensor) -> None:

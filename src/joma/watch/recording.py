@@ -78,6 +78,7 @@ class Recording(RecordingViews):
         longest: the number of keys in the longest attention recorded.
         not_seen: for each layer that seems to be attention and was called, but not recorded, the reason.
         row_masks: the masks that the model's modules are called with, and which rows they leave open.
+        options: the measures to compute and how: recordings with the same options share one computation.
         refused: the error that explains why a call was not recorded, the first one if there are several, or None.
         listeners: functions that are called with the layer and the `AttentionCall` of each attention recorded.
         pass_started, pass_ended: functions that are called when a pass begins, and when the outermost module returns.
@@ -120,12 +121,8 @@ class Recording(RecordingViews):
             self._computed = ("entropy", *self._computed)
         maxima = [name for name in self._computed if MEASURES[name].reduction == "maximum"]
         self._computed = (*(name for name in self._computed if name not in maxima), *maxima)
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """The measures to compute and how: recordings with the same options share one computation."""
-        sinks = id(self.sinks) if isinstance(self.sinks, Tensor) else self.sinks
-        return self._computed, self.top, sinks, self.precision
+        given = id(self.sinks) if isinstance(self.sinks, Tensor) else self.sinks
+        self.options: tuple[Any, ...] = (self._computed, self.top, given, self.precision)
 
     @property
     def rows(self) -> Tensor | str:

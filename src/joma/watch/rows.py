@@ -23,9 +23,9 @@ from joma.arguments import InputError
 from joma.probes.attention_call import AttentionCall
 from joma.watch.layouts import rearranged_rows
 from joma.watch.masks import (
-    HOOKED,
     Mask,
     ModuleCall,
+    Parameters,
     is_visible,
     not_padding,
     real_tokens,
@@ -79,12 +79,11 @@ class RowMasks:
     def hooks(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Note the masks of every call of `modules` inside the context, and warn once of rows that are unknown."""
         self._modules = modules
-        signatures = {name: _parameters(module) for name, module in modules.items()}
-        hooks = (
-            Hooks(modules[name], partial(self._enter, name, parameters), partial(self._leave, name), kwargs=True)
-            for name, parameters in signatures.items()
-            if not HOOKED.isdisjoint(parameters)
-        )
+        hooks = [
+            Hooks(module, partial(self._enter, name, parameters), partial(self._leave, name), kwargs=True)
+            for name, module in modules.items()
+            if (parameters := _parameters(module)).has_masks
+        ]
         try:
             with module_hooks(hooks):
                 yield
@@ -102,7 +101,7 @@ class RowMasks:
             warnings.warn(message, RowsUnknown, stacklevel=5)
 
     def _enter(
-        self, name: str, parameters: Mapping[str, bool], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, parameters: Parameters, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Note the call of a module; an exception may have left an earlier one behind."""
         if threading.get_ident() == self._thread:
@@ -115,8 +114,10 @@ class RowMasks:
 
     def _forget(self, name: str) -> None:
         """Forget the call of a module and all calls inside it."""
-        depth = next((depth for depth, call in enumerate(self._calls) if call.name == name), len(self._calls))
-        del self._calls[depth:]
+        for depth, call in enumerate(self._calls):
+            if call.name == name:
+                del self._calls[depth:]
+                break
         if not self._calls:
             self._results.clear()
 
@@ -272,16 +273,16 @@ class RowMasks:
                 return
 
 
-def _parameters(module: nn.Module) -> Mapping[str, bool]:
-    """Return the names of the arguments of a module's forward, in order, and whether each may be positional."""
-    return _signature(type(module).forward) if "forward" not in vars(module) else _names(module.forward)
+def _parameters(module: nn.Module) -> Parameters:
+    """Return the names of the arguments of a module's forward, and what they tell."""
+    return _signature(type(module).forward) if "forward" not in vars(module) else Parameters(_names(module.forward))
 
 
 @lru_cache(maxsize=1024)
-def _signature(method: Callable[..., Any]) -> Mapping[str, bool]:
+def _signature(method: Callable[..., Any]) -> Parameters:
     """Return the names of the arguments of a method without `self`; reading a signature takes longer than a hook."""
     names = _names(method)
-    return dict(list(names.items())[1:])
+    return Parameters(dict(list(names.items())[1:]))
 
 
 def _names(function: Callable[..., Any]) -> dict[str, bool]:

@@ -32,7 +32,8 @@ class AttentionSwitched(UserWarning):
 def without_fast_path(modules: Collection[nn.Module]) -> Iterator[None]:
     """Turn off the fused inference kernels of torch's Transformer modules, which never call SDPA."""
     before = torch.backends.mha.get_fastpath_enabled()
-    if before and any(isinstance(module, nn.MultiheadAttention) and not module.training for module in modules):
+    attention = [kind for kind in set(map(type, modules)) if issubclass(kind, nn.MultiheadAttention)]
+    if before and attention and any(type(module) in attention and not module.training for module in modules):
         message = "the fused fast path of `nn.MultiheadAttention` is off while attention is watched"
         _warn_once("fast path", message, " except for padded rows, which it may leave at 0,")
     with _while_open("fast path", _fast_path_off):

@@ -95,7 +95,11 @@ def unseen_reason(module: nn.Module, kind: Kind) -> str:
 
 def never_recorded(modules: Iterable[nn.Module]) -> str | None:
     """Return why attention inside these modules is not measured even where it takes a softmax, or None if it is."""
-    return next((reason for module in modules if (reason := _refusal(type(module).__name__)) is not None), None)
+    for module in modules:
+        reason = _refusal(type(module).__name__)
+        if reason is not None:
+            return reason
+    return None
 
 
 @cache

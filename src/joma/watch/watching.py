@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError
 from joma.probes.summary import Sinks
-from joma.watch.blocks import layer_names
+from joma.watch.blocks import all_modules, layer_names
 from joma.watch.flash import rebound
 from joma.watch.interception import interception, measured_function
 from joma.watch.module_hooks import Hooks, module_hooks
@@ -25,12 +25,16 @@ from joma.watch.switches import without_compilation, without_fast_path
 from joma.watch.unseen import attention_kind
 
 
-def check_model(model: Any) -> nn.Module:
-    """Return `model` if it is a module whose attention calls can be intercepted, else raise an error."""
+def check_model(model: Any, modules: Mapping[str, nn.Module] | None = None) -> nn.Module:
+    """Return `model` if it is a module whose attention calls can be intercepted, else raise an error.
+
+    `modules` are those of the model, if the caller has them.
+    """
     if not isinstance(model, nn.Module):
         got = f"{type(model).__name__} {model!r}" if isinstance(model, str) else type(model).__name__
         raise InputError("model", "a `torch.nn.Module`", got, "load it first, or use `joma probe` for a name")
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+    classes = set(map(type, (modules or all_modules(model)).values()))
+    if any(issubclass(kind, torch.jit.ScriptModule) for kind in classes):
         remedy = "watch the original module: calls inside TorchScript cannot be intercepted"
         raise InputError("model", "free of TorchScript", type(model).__name__, remedy)
     return model
@@ -90,11 +94,11 @@ def attention(
     >>> recording.entropy.sel(layer="self_attn").values
     array([[1.6094..., 1.6094...]])
     """
-    check_model(model)
+    modules = all_modules(model) if isinstance(model, nn.Module) else {}
+    check_model(model, modules)
     options: dict[str, Any] = {"precision": precision, "reduce": reduce, "rows": rows}
     recording = Recording(model, measures=measures, top=top, sinks=sinks, **options)
     recording.keep_maps(maps)
-    modules = dict(model.named_modules())
     with ExitStack() as stack:
         stack.enter_context(without_fast_path(modules.values()))
         stack.enter_context(without_compilation(modules.values()))
