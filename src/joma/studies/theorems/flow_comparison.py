@@ -186,7 +186,7 @@ def _solve(config: FlowConfig, full: _FullFlow, setting: str, generator: np.rand
     times = config.horizon * np.linspace(0, 1, config.times) ** 2  # dense early, where approximations part
     flow, start = full.block(), full.start(setting)
     w0 = np.append(start, 0.0)[:, None]  # 0 for the query: without `residual` it plays no part
-    rtol = 1e-7 if full.decay else 1e-9  # without decay folding is exact, and that is measured
+    rtol = 1e-7 if full.decay else 1e-10  # without decay folding is exact, and that is measured
     z0, solver = start[None] ** 2 / 2, Solver(rtol=rtol, atol=rtol / 100, bound=BLOW_UP)
     coupled = flow.solve(times, w0, z0, solver=replace(solver, bound=BLOW_UP**2 / 2))  # its logits, v²/2, are states
     rate, centre = full.stable_point(config.starts, generator)

@@ -119,9 +119,9 @@ def _pair(config: Config) -> xr.Dataset:
 
 def _counted(config: Config, context: Context) -> xr.Dataset:
     """Compute the depth of the entropy's bounce for random targets of many scales."""
-    draws = whole("draws", config.draws)
+    draws, components = whole("draws", config.draws), whole("components", config.components, low=2)
     streams = [np.random.default_rng(seed) for seed in context.seeds]
-    mu = np.stack([0.1 + rng.uniform(0.2, 3.4, (draws, 1)) * rng.random((draws, config.components)) for rng in streams])
+    mu = np.stack([0.1 + rng.uniform(0.2, 3.4, (draws, 1)) * rng.random((draws, components)) for rng in streams])
     bounces = bounce.entropy_bounce(mu, config.v0)
     dims = ("seed", "draw")
     return xr.Dataset(
