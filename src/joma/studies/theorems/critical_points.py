@@ -438,7 +438,7 @@ STUDY = Study(
     ),
     version=2,
     presets={
-        "quick": Preset(Config(), seeds=3, seconds=18),
+        "quick": Preset(Config(), seeds=3, seconds=21),
         "paper": Preset(
             Config(
                 tokens=30,
