@@ -87,5 +87,5 @@ def test_kinds_are_apart_and_in_their_order():
 
 def test_bounds_are_powers_of_ten_too():
     run = xr.Dataset({"value": ("seed", [0.0])})
-    claim = Claim("c", "Small.", lambda run: run.value, at_most(1e-10)).judge(run, "quick")
+    claim = Claim("c", "Small.", lambda run: run.value, at_most(1e-10), "check").judge(run, "quick")
     assert row(claim)["expected"] == "≤ 10⁻¹⁰"

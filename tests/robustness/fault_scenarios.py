@@ -96,7 +96,7 @@ def observe_runs(folder: Path) -> Any:
 
 CHANGED = dataclasses.replace(
     STUDY,
-    claims=(Claim("higher", "Every seed ends above 1.", toy_study.end, at_least(1.0)),),
+    claims=(Claim("higher", "Every seed ends above 1.", toy_study.end, at_least(1.0), "check"),),
     figures={"other": BLANK, "line": BLANK},
 )
 

@@ -97,7 +97,7 @@ STUDY = Study(
     version=1,
     presets={"quick": Preset(Config(), seeds=2, seconds=1)},
     run=run,
-    claims=(Claim("falls", "The loss is positive.", lambda run: run.loss.isel(step=-1), at_least(0.0)),),
+    claims=(Claim("falls", "The loss is positive.", lambda run: run.loss.isel(step=-1), at_least(0.0), "check"),),
     threads=1,
     figures={"loss": Drawing(draw, "The loss.")},
 )

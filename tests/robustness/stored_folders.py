@@ -276,7 +276,13 @@ TRAINED = Study(
     presets={"quick": Preset(Config(), seeds=2, seconds=1)},
     run=train,
     claims=(
-        Claim("end", "The point moves.", lambda run: run.place.isel(step=-1).max(("axis", "training")), at_least(0)),
+        Claim(
+            "end",
+            "The point moves.",
+            lambda run: run.place.isel(step=-1).max(("axis", "training")),
+            at_least(0),
+            "check",
+        ),
     ),
 )
 

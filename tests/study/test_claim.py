@@ -14,7 +14,7 @@ def test_what_a_run_lacks_is_not_tested():
     def missing(_):
         raise NotInRun
 
-    judged = Claim("x", "x", missing, at_least(0.0)).judge(xr.Dataset({"x": ("seed", [1.0])}), "quick")
+    judged = Claim("x", "x", missing, at_least(0.0), "check").judge(xr.Dataset({"x": ("seed", [1.0])}), "quick")
     assert (judged["verdict"], judged["measured"]["values"]) == ("not tested", [None])
     assert judged["reason"] == "not in this run"
 
@@ -22,10 +22,10 @@ def test_what_a_run_lacks_is_not_tested():
 def test_a_claim_that_is_not_tested_has_its_reason():
     run = xr.Dataset({"x": ("seed", [1.0])})
     reasons = {
-        "decided at preset paper only": Claim("x", "x", lambda run: run.x, at_least(0.0), presets=("paper",)),
-        "needs 3 seeds, this run has 1": Claim("x", "x", lambda run: run.x, at_least(0.0), seeds=3),
-        "needs 2 seeds, this run has 1": Claim("x", "x", lambda run: run.x, at_least(0.0), across="interval"),
-        "this run has no depth 5": Claim("x", "x", lambda run: select(run.x, seed=5), at_least(0.0)),
+        "decided at preset paper only": Claim("x", "x", lambda run: run.x, at_least(0.0), "check", presets=("paper",)),
+        "needs 3 seeds, this run has 1": Claim("x", "x", lambda run: run.x, at_least(0.0), "check", seeds=3),
+        "needs 2 seeds, this run has 1": Claim("x", "x", lambda run: run.x, at_least(0.0), "check", across="interval"),
+        "this run has no depth 5": Claim("x", "x", lambda run: select(run.x, seed=5), at_least(0.0), "check"),
     }
     for reason, claim in reasons.items():
         judged = claim.judge(run.assign_coords(seed=[0]), "quick")
@@ -34,7 +34,7 @@ def test_a_claim_that_is_not_tested_has_its_reason():
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8), st.floats(-2, 2))
 def test_an_interval_over_seeds_is_judged_whole(values, bound):
-    claim = Claim("x", "x", lambda run: run.x, above(bound), across="interval")
+    claim = Claim("x", "x", lambda run: run.x, above(bound), "check", across="interval")
     judged = claim.judge(xr.Dataset({"x": ("seed", values)}), "quick")
     assume(np.ptp(values) > 1e-6)
     low, high = stats.t(len(values) - 1, np.mean(values), stats.sem(values)).interval(0.95)
@@ -45,26 +45,26 @@ def test_an_interval_over_seeds_is_judged_whole(values, bound):
 
 
 def test_an_undecided_claim_names_its_bound():
-    claim = Claim("x", "x", lambda run: run.x, above(0), across="interval")
+    claim = Claim("x", "x", lambda run: run.x, above(0), "check", across="interval")
     reason = claim.judge(xr.Dataset({"x": ("seed", [-1.0, 2.0])}), "quick")["reason"]
     assert reason.endswith("contains 0")
 
 
 def test_diverged_seeds_do_not_pass_an_interval():
-    claim = Claim("x", "x", lambda run: run.x, above(0), across="interval")
+    claim = Claim("x", "x", lambda run: run.x, above(0), "check", across="interval")
     assert claim.judge(xr.Dataset({"x": ("seed", [1.0, np.nan])}), "quick")["verdict"] == "does not hold"
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.floats(-5, 5), st.booleans())
 def test_every_and_mean(values, threshold, every):
     trajectory = xr.Dataset({"x": ("seed", values)})
-    claim = Claim("x", "x", lambda run: run.x, at_most(threshold), across="every" if every else "mean")
+    claim = Claim("x", "x", lambda run: run.x, at_most(threshold), "check", across="every" if every else "mean")
     expected = max(values) <= threshold if every else np.mean(values) <= threshold
     assert (claim.judge(trajectory, "quick")["verdict"] == "holds") == expected
 
 
 def test_a_measure_must_be_a_number_or_one_value_for_each_seed():
-    claim = Claim("x", "x", lambda run: run.x, at_most(1))
+    claim = Claim("x", "x", lambda run: run.x, at_most(1), "check")
     with pytest.raises(TypeError, match="one value for each seed"):
         claim.judge(xr.Dataset({"x": (("a", "b"), np.zeros((2, 2)))}), "quick")
 

@@ -124,7 +124,7 @@ class Claim:
     statement: str
     measure: Callable[[xr.Dataset], xr.DataArray | float]
     expected: Expected
-    kind: Kind = "check"
+    kind: Kind
     quantity: str = ""
     across: Literal["every", "mean", "interval"] = "every"
     presets: tuple[str, ...] = ("quick", "paper")
