@@ -13,7 +13,7 @@ SCALE ?= 1
 HARNESS ?=
 export MPLBACKEND := agg
 
-.PHONY: run test torture check lint types contracts format reference benchmark clean
+.PHONY: run test torture check lint types contracts format reference runs-page benchmark clean
 
 run: $(VENV)/installed
 	@$(BIN)/joma run --out $(OUT) || test $$? -eq 1
@@ -43,6 +43,10 @@ format: $(VENV)/developed
 reference: $(VENV)/developed
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_families.py
+
+runs-page: $(VENV)/developed
+	$(BIN)/joma judge docs/runs > /dev/null || test $$? -eq 1
+	$(BIN)/python docs/make_runs.py
 
 benchmark: $(VENV)/developed
 	$(BIN)/python -m benchmarks

@@ -22,8 +22,9 @@ DPI = 100
 HEAD = """# Runs at the papers' sizes
 
 Trajectories, configs and claims of the studies, to be opened, judged and drawn without a GPU. Each was made by the
-command that stands with it, on the commit that it names; nothing was filled in by hand. This page is generated from
-them: `make runs-page`.
+command that stands with it, on the commit that it names. This page is generated from them: `make runs-page`. The runs
+of `entropy-text`, `learning-rates`, `activation-control` and `invariant-text` are earlier ones: the name of their text's
+folder and some of their commits were filled in by hand, and their entropy was measured by an earlier version.
 
     joma judge docs/runs             # every claim, and figures beside each run
     joma report docs/runs            # one HTML file
@@ -36,10 +37,15 @@ In the commands `wikitext-2` is a folder with `train.txt`, `valid.txt` and `test
 is [deviation 15](../deviations.md).
 """
 README = FOLDER.parents[1] / "README.md"
-FINDINGS = ("entropy-text", "sparse-dense", "alignment")  # the studies that the README shows
+FINDINGS = ("entropy-text", "sparse-dense", "invariance")  # the studies that the README shows
 START, END = "<!-- findings: written by make runs-page -->", "<!-- end of findings -->"
 NOT_STORED = {
-    "pretrained": "needs checkpoints of OPT and Pythia from the hub, about 60 GB",
+    "alignment": "its run is still to be made, about 200 s on an NVIDIA H200",
+    "hierarchy-order": "its run is still to be made",
+    "bounce-control": "its run with the clamped arm is still to be made, about 730 s on an NVIDIA H200",
+    "addition": "its run is still to be made, about 900 s on an NVIDIA H200",
+    "position-emergence": "its run is still to be made",
+    "pretrained": "needs checkpoints of OPT and Pythia from the hub",
 }
 
 
@@ -127,7 +133,7 @@ def costs(paths: list[Path]) -> Iterator[str]:
         preset = load(name).presets["paper"]
         full = f"{preset.seeds} seed{'s' * (preset.seeds > 1)}, about {_duration(preset.seconds)} on 2 cores"
         if name not in stored:
-            yield f"| {name} | not run: {NOT_STORED.get(name, 'its run is still to be made')} | {full} |"
+            yield f"| {name} | not run: {NOT_STORED[name]} | {full} |"
         elif _is_reduced(stored[name]):
             yield f"| {name} | `{command(stored[name])}` | {full} |"
 

@@ -1,6 +1,7 @@
-"""The pages on stored runs state what these come to, and their commands run the same configs."""
+"""The page on stored runs states what these come to, and its commands run the same configs."""
 
 import dataclasses
+import importlib.util
 import json
 import shlex
 from pathlib import Path
@@ -8,69 +9,68 @@ from pathlib import Path
 import pytest
 
 from joma import cli
-from joma.report.table import spread
 from joma.runs import Run, open_run, read_claims, read_config
-from joma.studies import load
+from joma.studies import STUDIES, load
 
-STORED = Path(__file__).parents[1] / "docs" / "wikitext-2"
+ROOT = Path(__file__).parents[1]
+STORED = ROOT / "docs" / "runs"
 RUNS = sorted(claims.parent for claims in STORED.glob("*/*/claims.json"))
-# Its arm with clamped entropy has not been run at this size yet: the stored run is of the version before.
-EARLIER = {"bounce-control": pytest.mark.skip(reason="a run of an earlier version of the study")}
-EACH_RUN = pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.parent.name, marks=EARLIER.get(path.parent.name, ())) for path in RUNS]
-)
+EACH_RUN = pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
+MAX_BYTES = 15_000_000
 
 
-def table_row(record):
-    return f"| {record['name']} | {record['expected']} | {spread(record['measured'])} | {record['verdict']} |"
+def load_script(name):
+    """Import a script of the folder of documents."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def section(study):
-    """Return what the README has below the heading of a study."""
-    _, _, after = (STORED / "README.md").read_text(encoding="utf-8").partition(f"## {study.name}: {study.title}\n")
-    return after.partition("\n## ")[0]
+make_runs = load_script("make_runs")
 
 
-def test_all_stored_runs_are_found():
-    assert len(RUNS) == 5
+def test_every_study_has_a_stored_run_or_a_reason_why_not():
+    assert {path.parent.name for path in RUNS} | set(make_runs.NOT_STORED) == set(STUDIES)
+    assert len(RUNS) == len({path.parent.name for path in RUNS})
+
+
+def test_stored_runs_are_small():
+    assert sum(file.stat().st_size for path in RUNS for file in path.iterdir() if file.is_file()) <= MAX_BYTES
+
+
+def test_the_page_is_what_the_stored_runs_say():
+    assert (STORED / "README.md").read_text(encoding="utf-8") == make_runs.page(make_runs.in_order())
+
+
+def test_the_readme_shows_what_the_stored_runs_say():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert make_runs.START in readme
+    assert make_runs.with_findings(readme, make_runs.in_order()) == readme
 
 
 @EACH_RUN
-def test_the_table_of_a_page_has_the_verdicts_of_the_stored_run(path):
+def test_a_stored_run_has_the_verdicts_of_the_present_claims(path):
     study, stored, run = load(path.parent.name), read_claims(path), open_run(path)
-    judged = [claim.judge(run, read_config(path)["preset"]) for claim in study.claims]
-    _, *rows = [line for line in section(study).splitlines() if line.startswith("| ")]
-    assert rows == [table_row(record) for record in judged]
-    assert rows == [table_row(record) for record in stored.claims]
-    assert [record["statement"] for record in stored.claims] == [claim.statement for claim in study.claims]
-    assert stored.description == study.description("paper", stored.description.outcome)
+    assert stored.claims == [claim.judge(run, read_config(path)["preset"]) for claim in study.claims]
+    assert stored.description == study.description("paper", study.outcome(run) if study.outcome else "")
 
 
 @EACH_RUN
-def test_a_page_names_the_run_its_figure_and_its_cost(path):
-    study, seeds = load(path.parent.name), len(read_config(path)["seeds"])
-    page = " ".join(section(study).split())
-    cost = f"{seeds} seed{'s' * (seeds > 1)}, {read_claims(path).wall_time:.0f} s"
-    assert f"{cost}; stored in `{path.relative_to(STORED)}`." in page
-    assert f"![{study.name}]({study.name}.png)" in page
-    assert (STORED / f"{study.name}.png").is_file()
-    assert any(drawing.caption in page for drawing in study.figures.values())
-
-
-@EACH_RUN
-def test_the_command_of_a_page_runs_the_stored_config(path):
+def test_the_command_of_a_run_makes_its_config(path):
     study, stored = load(path.parent.name), read_config(path)
-    (line,) = [line for line in section(study).splitlines() if line.startswith("    joma run ")]
-    words = shlex.split(line)[3:]
+    words = shlex.split(make_runs.command(path))[3:]
     options = [*zip(words[::2], words[1::2], strict=True)]
     config = cli.config_with(study, stored["preset"], tuple(value for name, value in options if name == "--set"))
     seeds = range(int(dict(options).get("--seeds", study.presets[stored["preset"]].seeds)))
-    text = {"text_sha256": stored["config"]["text_sha256"]}
     fields = json.loads(json.dumps(dataclasses.asdict(config)))
+    text = {name: value for name, value in stored["config"].items() if name not in fields}
+    assert set(text) <= {"text_sha256"}
     assert Run(STORED, study.name, study.version, fields | text, seeds).path == path
-    assert dict(options)["--preset"] == stored["preset"]
 
 
 @EACH_RUN
-def test_the_trajectory_has_the_config_of_its_folder(path):
-    assert json.loads(open_run(path).attrs["config"]) == read_config(path)["config"]
+def test_a_stored_run_names_a_clean_commit_and_its_own_config(path):
+    attributes = open_run(path).attrs
+    assert len(attributes["git_commit"]) == 40
+    assert json.loads(attributes["config"]) == read_config(path)["config"]
