@@ -36,6 +36,7 @@ SETTINGS = {
 }
 TOLERANCE = 0.1  # relative distance from the full flow up to which an approximation follows it
 START = 0.05  # every component of the small start, as in Figure 4
+MAX_EVALUATIONS = 500_000  # of a full flow: at the tight tolerance, kinks of ReLU need a few ten thousand
 BLOW_UP = 4.0  # a weight this large counts as blown up: by its attention, exp(v²/2), the pole is 1e-4 of time away
 
 Vectors = Float[np.ndarray, "time token"]
@@ -187,7 +188,8 @@ def _solve(config: FlowConfig, full: _FullFlow, setting: str, generator: np.rand
     flow, start = full.block(), full.start(setting)
     w0 = np.append(start, 0.0)[:, None]  # 0 for the query: without `residual` it plays no part
     rtol = 1e-7 if full.decay else 1e-10  # without decay folding is exact, and that is measured
-    z0, solver = start[None] ** 2 / 2, Solver(rtol=rtol, atol=rtol / 100, bound=BLOW_UP)
+    solver = Solver(rtol=rtol, atol=rtol / 100, bound=BLOW_UP, max_evaluations=MAX_EVALUATIONS)
+    z0 = start[None] ** 2 / 2
     coupled = flow.solve(times, w0, z0, solver=replace(solver, bound=BLOW_UP**2 / 2))  # its logits, v²/2, are states
     rate, centre = full.stable_point(config.starts, generator)
     start_rate, start_centre = fixed_centre(full.unit, start, flow=full.name, decay=full.decay)
