@@ -23,8 +23,8 @@ HEAD = """# Runs at the papers' sizes
 
 Trajectories, configs and claims of the studies, to be opened, judged and drawn without a GPU. Each was made by the
 command that stands with it, on the commit that it names. This page is generated from them: `make runs-page`. The runs
-of `entropy-text`, `learning-rates`, `activation-control` and `invariant-text` are earlier ones: the name of their text's
-folder and some of their commits were filled in by hand, and their entropy was measured by an earlier version.
+of `entropy-text`, `learning-rates`, `activation-control` and `invariant-text` are earlier ones: the name of the folder
+of their text and some of their commits were filled in by hand.
 
     joma judge docs/runs             # every claim, and figures beside each run
     joma report docs/runs            # one HTML file

@@ -297,3 +297,47 @@ def test_a_model_without_the_seed_axis_or_anything_to_train_is_refused(model):
 def test_bad_optimisers_are_named(options, names):
     with pytest.raises(InputError, match=f"`{names}`"):
         Optimiser(**options)
+
+
+class EagerGraph:
+    """A captured step that is run again instead of replayed."""
+
+    def __init__(self, training):
+        self.training = training
+
+    def replay(self):
+        self.training._captured_step()
+        self.training.replayed_losses = self.training.losses
+
+
+def test_what_replays_record_is_fetched_later_and_in_order():
+    """A seed diverges at step 3, and the last step is not replayed."""
+
+    def loss(model, step):
+        infinite = (step == 3) & torch.tensor([False, True])
+        return torch.where(infinite, torch.inf, (model.a**2).sum(-1) + step)
+
+    def trained(*, replays):
+        model = Numbers(a=[[1.0], [2.0]])
+        record = Record(lambda model, _: {"a": model.a[:, 0]}, gradients=False)
+        training = Training(model, loss, Optimiser("sgd", 0.1), record, Compute())
+        training.throttle.count_step = lambda: None
+        training.graph = EagerGraph(training) if replays else None
+        for step in range(6):
+            training.step(step, record=step in (0, 2, 4, 5), update=step < 5)
+        return {name: torch.stack(values) for name, values in training.recorded.items()}, training.recorded_at
+
+    (eager, eager_at), (replayed, replayed_at) = trained(replays=False), trained(replays=True)
+    assert eager_at == replayed_at == [0, 2, 4, 5]
+    for name in ("loss", "a"):
+        torch.testing.assert_close(replayed[name], eager[name], rtol=0, atol=0, equal_nan=True)
+        assert replayed[name][:, 1].isnan().tolist() == [False, False, True, True]
+
+
+def test_a_measure_without_the_axis_of_seeds_is_refused_at_once_in_a_replay():
+    record = Record(lambda model, _: {"a": model.a.sum()}, gradients=False)
+    training = Training(Numbers(a=[[1.0]]), lambda model, _: model.a[:, 0], Optimiser("sgd", 0.1), record, Compute())
+    training.throttle.count_step = lambda: None
+    training.graph = EagerGraph(training)
+    with pytest.raises(InputError, match="record"):
+        training.step(0, record=True, update=True)

@@ -26,3 +26,12 @@ class CompiledModel(Protocol):
         With bfloat16 products the loop replaces large ones by copies in bfloat16 while a step is captured.
         """
         ...
+
+
+@runtime_checkable
+class CapturedStep(Protocol):
+    """A training step that can be made again without running its Python code, such as a `torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> None:
+        """Make the step again."""
+        ...

@@ -18,6 +18,7 @@ from joma.train import cuda
 from joma.train.checkpoint import TrainingCheckpoint
 from joma.train.optimiser import Optimiser
 from joma.train.options import Compute, Record
+from joma.train.protocol import CapturedStep
 
 Model = TypeVar("Model", bound=nn.Module)
 Loss = Callable[[Model, Tensor], Tensor]
@@ -32,7 +33,6 @@ class Training(Generic[Model]):
     Attributes:
         step_number: the number of updates, a tensor without axes on the model's device, which the loss reads.
         diverged: for each seed the step at which its loss was first not finite, −1 if it never was.
-        recorded: the values of each recorded variable, one tensor [seed, ...] a recorded step.
         recorded_at: the recorded steps.
         stream: on CUDA, this training's own stream. A step is captured on it; the loop makes all steps on it too.
     """
@@ -45,17 +45,24 @@ class Training(Generic[Model]):
         self.step_number = torch.zeros((), dtype=torch.long, device=device)
         self.diverged: Int[Tensor, " seed"] = torch.full((self.seeds,), NEVER, dtype=torch.long, device=device)
         self.losses = self.replayed_losses = torch.zeros(self.seeds, device=device)
-        self.recorded: dict[str, list[Tensor]] = {}
+        self._recorded: dict[str, list[Tensor]] = {}
+        self._on_device: list[tuple[Mapping[str, Tensor], Int[Tensor, " seed"]]] = []  # not yet copied to the CPU
         self.recorded_at: list[int] = []
         self.device, self.on_cuda = device, device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.on_cuda else None
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: CapturedStep | None = None
         self.throttle = cuda.Throttle()
         self.loss_shown_at = time.monotonic()
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Compute on this training's stream for the duration of the block; on the CPU nothing changes."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    @property
+    def recorded(self) -> dict[str, list[Tensor]]:
+        """The values of each recorded variable, one tensor [seed, ...] a recorded step, on the CPU."""
+        self._fetch()
+        return self._recorded
 
     def prepare(self, start: int) -> None:
         """Set the step to start from; on CUDA, capture a step on the training's stream before the first is made."""
@@ -75,12 +82,13 @@ class Training(Generic[Model]):
         self._backward()
         diverged = self._diverged_seeds()
         if record:
-            self._append({"loss": self.losses, **self.record.measure(self.model, step)}, diverged)
+            self._fetch()
+            self._append(self._checked({"loss": self.losses, **self.record.measure(self.model, step)}), diverged)
         if update:
             self.updater.update(self.step_number, diverged)
         self.step_number.fill_(step + 1)
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, step: int, *, record: bool) -> None:
+    def _replay(self, graph: CapturedStep, step: int, *, record: bool) -> None:
         # Copies: the replayed step may change the tensors that the measures are views of.
         measures = self.record.measure(self.model, step) if record else {}
         measures = {name: value.clone() for name, value in measures.items()}
@@ -88,7 +96,16 @@ class Training(Generic[Model]):
         self.throttle.count_step()
         self.losses = self.replayed_losses
         if record:
-            self._append({"loss": self.losses, **measures}, self._diverged_seeds())
+            self._fetch()  # those of the last recorded step, which the device has passed long ago
+            values = self._checked({"loss": self.losses.clone(), **measures})
+            self._on_device.append((values, self.diverged.clone()))
+
+    def _fetch(self) -> None:
+        """Append to the record what is still on the device; this waits for the device to have computed it."""
+        for values, diverged_at in self._on_device:
+            diverged = diverged_at != NEVER
+            self._append(values, diverged if bool(diverged.any()) else None)
+        self._on_device.clear()
 
     def _backward(self) -> None:
         self.updater.zero_grad()
@@ -110,18 +127,23 @@ class Training(Generic[Model]):
         diverged = self.diverged != NEVER
         return diverged if bool(diverged.any()) else None
 
-    def _append(self, values: Mapping[str, Tensor], diverged: Bool[Tensor, " seed"] | None) -> None:
-        """Append one value of each variable to the record; those of diverged seeds become NaN."""
+    def _checked(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what was measured, or raise `InputError` if it lacks the seed's axis."""
         for name, value in values.items():
             if value.shape[:1] != (self.seeds,):
                 got = f"{name} of shape {tuple(value.shape)} for {self.seeds} seeds"
                 raise InputError("record", "tensors with the seed as leading axis", got, "keep that axis")
+        return values
+
+    def _append(self, values: Mapping[str, Tensor], diverged: Bool[Tensor, " seed"] | None) -> None:
+        """Append one value of each variable to the record; those of diverged seeds become NaN."""
+        for name, value in values.items():
             # NumPy does not know bfloat16.
             dtype = torch.float32 if value.dtype == torch.bfloat16 else value.dtype
             copy = value.detach().to("cpu", dtype, copy=True)
             if diverged is not None and value.is_floating_point():
                 copy[diverged.cpu()] = torch.nan
-            self.recorded.setdefault(name, []).append(copy)
+            self._recorded.setdefault(name, []).append(copy)
 
     def _capture(self, start: int) -> None:
         """Capture a whole step, with the model's modules compiled and its large weights in half precision."""
