@@ -129,11 +129,12 @@ def order_claims(layers: int) -> tuple[Claim, ...]:
         ),
         Claim(
             f"order-{layers}-mean",
-            f"With {depth}, co-occurrence explains most of the order in which pairs are associated.",
+            f"With {depth}, the rank correlation of co-occurrence with being associated early is at least 0.5.",
             partial(association.order_of_times, layers=layers),
             at_least(0.5),
             kind="check",
-            quantity="the rank correlation of the claim above; the bound is ours",
+            quantity="rank correlation over pairs of Theorem 5's co-occurrence with how early the odds of attention "
+            "double; the bound is ours",
             across="mean",
         ),
     )

@@ -223,15 +223,15 @@ def _approach(config: Config, context: Context) -> xr.Dataset:
 THEOREMS = (
     Claim(
         "distinct-grows",
-        "Theorem 2: the attention logit of every distinct token grows all the time.",
+        "Theorem 2: the attention logit of every distinct token never falls.",
         partial(growth_phases.distinct_growth, arm=PREMISES),
         at_least(0.0),
         kind="theorem",
-        quantity="least growth between two records, over distinct tokens and classes; premises met",
+        quantity="smallest growth between two records, over distinct tokens and classes; premises met",
     ),
     Claim(
         "order",
-        "Theorem 3: the distinct tokens of a class gain in the order of their co-occurrence.",
+        "Theorem 3: the distinct tokens of a class gain attention in the order of their co-occurrence.",
         partial(growth_phases.final_order, arm=PREMISES),
         at_least(1.0),
         kind="theorem",
@@ -248,7 +248,7 @@ THEOREMS = (
     ),
     Claim(
         "gain-limit",
-        "Theorem 3: the error of the relative gain vanishes as the decoder gets faster.",
+        "Theorem 3: the error of the relative gain falls as the decoder gets faster.",
         lambda run: premises.largest_step(run.ratio_gain_error.sel(ratio=slice(1.0, None)), "ratio"),
         below(1.0),
         kind="theorem",
@@ -260,7 +260,7 @@ THEOREMS = (
         partial(growth_phases.scan_exponent, arm=PREMISES),
         near(2.0, 0.2),
         kind="theorem",
-        quantity="power of t from 0.1 to 0.25 of the time 2 K ln M/η; premises met",
+        quantity="power of t from 0.1 to 0.25 of the time 2 K ln M/η; premises met. The tolerance is ours",
     ),
     Claim(
         "logarithm",
@@ -268,7 +268,7 @@ THEOREMS = (
         partial(growth_phases.late_straightness, arm=PREMISES),
         below(1.0),
         kind="theorem",
-        quantity="residual of the best line in ln t over that of the best line in t, last decade of steps",
+        quantity="residual of the best line in ln t over that of the best line in t, last decade of steps; premises met",
     ),
     Claim(
         "phase-time",
@@ -276,7 +276,7 @@ THEOREMS = (
         partial(growth_phases.slowing_over_transition, arm=PREMISES),
         between(0.5, 2.0),
         kind="theorem",
-        quantity="time at which the power of t falls to 1, over 2 K ln M/η; premises met",
+        quantity="time at which the power of t falls to 1, over 2 K ln M/η; premises met. The factor of two is ours",
     ),
     Claim(
         "phase-limit",

@@ -371,14 +371,15 @@ STUDY = Study(
     title="In a latent tree, tokens with a low common ancestor occur together",
     source="JoMA, Theorem 5 (arXiv 2310.00535) and its slides",
     statement=(
-        "In a binary latent tree the probability that token l occurs, given token m, depends on the height of their "
-        "lowest common ancestor only (Theorem 5). Tokens joined low in the tree occur together most often, so their "
+        "In a binary latent tree with given correlations, the probability that token l occurs, given token m, is a "
+        "function of the height H of their lowest common ancestor (Theorem 5). Tokens joined low in the tree occur "
+        "together most often, so their "
         "attention is learned first. The slides give 1 − H/L as the limit for strong correlations."
     ),
     about=(
         "We compare the closed form with the exact sum over all states of random trees, and with the frequencies of "
-        "sampled sequences. We follow it to its limit for several ways in which ρ and ρ_0 tend to 1. One tree is given "
-        "equally frequent branches, and then a rare and a common one."
+        "sampled sequences. We follow it to its limit for several ways in which ρ and ρ_0 tend to 1. One tree has "
+        "equally frequent branches first, and then a rare and a common one."
     ),
     version=1,
     presets={

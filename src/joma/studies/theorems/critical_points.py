@@ -201,11 +201,19 @@ def best_cosine(flow: str, activation: str) -> Measure:
 
 
 NEAR = "with a stable point whose cosine with the positive centre is at least 0.9"
-LIFE = "share of the full flow's life within 10 % of it, least over activations"
+LIFE = "share of the full flow's life within 10 % of it, least over activations; the bounds are ours"
 
 
 def _has_stable_point(name: str, statement: str, kind: Kind, measure: Measure, which: str) -> Claim:
-    return Claim(name, statement, measure, at_least(0.9), kind=kind, quantity=f"share of {which}", across="interval")
+    return Claim(
+        name,
+        statement,
+        measure,
+        at_least(0.9),
+        kind=kind,
+        quantity=f"share of {which}; the bounds are ours",
+        across="interval",
+    )
 
 
 def _follows(name: str, statement: str, approximation: str, full: str, setting: str = "overlapping") -> Claim:
@@ -214,14 +222,17 @@ def _follows(name: str, statement: str, approximation: str, full: str, setting: 
 
 
 def _bounces(name: str, statement: str, full: str, setting: str = "overlapping") -> Claim:
-    measure, quantity = flow_comparison.recovery(full, setting), "entropy regained after its least value, in nats"
+    measure, quantity = (
+        flow_comparison.recovery(full, setting),
+        "entropy regained after its minimum, in nats; the bound is ours",
+    )
     return Claim(name, statement, measure, at_least(0.01), kind="control", quantity=quantity, across="interval")
 
 
 LANDSCAPE_CLAIMS = (
     _has_stable_point(
         "plain",
-        "Theorem 3: the nonlinearity creates a stable point near a centre.",
+        "A nonlinear activation creates a stable point near a centre.",
         "reading",
         share_near("plain", *RECTIFIERS),
         f"ReLU, leaky ReLU, GELU and SiLU {NEAR}, plain flow",
@@ -258,7 +269,7 @@ LANDSCAPE_CLAIMS = (
     ),
     Claim(
         "overlap",
-        "ReLU's stable direction is near the centre however much the centres have in common.",
+        "ReLU's stable direction is near the centre even if the centres overlap strongly.",
         lambda run: run.overlap_cosine.sel(unit="relu").isel(overlap=-1),
         at_least(0.9),
         kind="control",
@@ -304,7 +315,7 @@ LANDSCAPE_CLAIMS = (
 FLOW_CLAIMS = (
     Claim(
         "folded",
-        "Theorem 1: with attention folded into the MLP the flow is the full one.",
+        "Theorem 1: folding attention into the MLP leaves the flow unchanged.",
         flow_comparison.folded_distance,
         at_most(1e-6),
         kind="theorem",
@@ -321,7 +332,7 @@ FLOW_CLAIMS = (
     _follows("reduced", "Theorem 4's flow follows the full one.", "reduced at rest", "plain"),
     _follows(
         "reduced-start",
-        "Theorem 4's flow about the start's own μ follows the full one.",
+        "Theorem 4's flow, with the μ of the start, follows the full one.",
         "reduced at the start",
         "plain",
     ),
@@ -330,7 +341,7 @@ FLOW_CLAIMS = (
     ),
     _follows(
         "reduced-decayed-start",
-        "Theorem 4's flow about the start's own μ follows the full one, with weight decay.",
+        "Theorem 4's flow, with the μ of the start, follows the full one with weight decay.",
         "reduced at the start",
         "decayed",
     ),
@@ -425,8 +436,8 @@ STUDY = Study(
     title="A unit stops near a centre only under a constraint, and the full flow leaves Theorem 4's early",
     source="JoMA, Theorems 3 and 4 (arXiv 2310.00535)",
     statement=(
-        "A nonlinear activation creates a critical point near one of the centres that the contexts scatter about "
-        "(Theorem 3). Near it, and with attention folded into the MLP, the weights follow v̇ = (μ − v) ∘ exp(v²/2) "
+        "A nonlinear activation creates a critical point near one of the centres of the contexts "
+        "(after Theorem 3). Near it, and with attention folded into the MLP, the weights follow v̇ = (μ − v) ∘ exp(v²/2) "
         "(Theorem 4), from which the bounce of attention is derived."
     ),
     about=(

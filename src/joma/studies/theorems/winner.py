@@ -171,15 +171,16 @@ ONE_NUMBER = "one number: all seeds have the same largest Δ"
 THEOREM_CLAIMS = (
     Claim(
         "closed-form",
-        "Theorem 2: √(π/2) erf(v/√2) = Δ t solves the dynamics.",
+        "Theorem 2, corrected: √(π/2) erf(v/√2) = Δ t solves the dynamics.",
         lambda run: distance(run, "predicted").max("token"),
         at_most(1e-8),
         kind="theorem",
-        quantity="largest |v − flow| / (1 + |v|) over tokens and times, against the flow integrated numerically",
+        quantity="largest |v − flow| / (1 + |v|) over tokens and times, against the flow integrated numerically; "
+        "the slides print v/2 for v/√2",
     ),
     Claim(
         "ratio",
-        "Theorem 2: erf(v/√2)/Δ is the same for all tokens.",
+        "Theorem 2, corrected: erf(v/√2)/Δ is the same for all tokens.",
         lambda run: ratio_spread(run, np.sqrt(2)).max("time"),
         at_most(1e-6),
         kind="theorem",
@@ -187,7 +188,7 @@ THEOREM_CLAIMS = (
     ),
     Claim(
         "ratio-slides",
-        "As the slides print it, erf(v/2)/Δ is the same for all tokens.",
+        "Theorem 2, as the slides print it: erf(v/2)/Δ is the same for all tokens.",
         lambda run: ratio_spread(run, 2.0).max("time"),
         at_most(1e-6),
         kind="reading",
@@ -195,7 +196,7 @@ THEOREM_CLAIMS = (
     ),
     Claim(
         "trained",
-        "A block trained by SGD follows Theorem 2 within 5 %: the tokens that do not win.",
+        "Theorem 2, tokens that do not win: a block trained by SGD follows the flow within 5 %.",
         lambda run: of_others(run, "trained"),
         at_most(0.05),
         kind="theorem",
@@ -203,7 +204,7 @@ THEOREM_CLAIMS = (
     ),
     Claim(
         "trained-winner",
-        "A block trained by SGD follows Theorem 2 within 5 %: the winner.",
+        "Theorem 2, the winner: a block trained by SGD follows the flow within 5 %.",
         lambda run: of_winner(run, "trained"),
         at_most(0.05),
         kind="theorem",
@@ -211,7 +212,7 @@ THEOREM_CLAIMS = (
     ),
     Claim(
         "first-order",
-        "Halving SGD's step halves its distance from the flow: the tokens that do not win.",
+        "Halving SGD's step halves its distance from the flow, for the tokens that do not win.",
         lambda run: of_others(run, "coarse") / of_others(run, "trained"),
         near(2.0, 0.2),
         kind="check",
@@ -219,7 +220,7 @@ THEOREM_CLAIMS = (
     ),
     Claim(
         "first-order-winner",
-        "Halving SGD's step halves its distance from the flow: the winner.",
+        "Halving SGD's step halves its distance from the flow, for the winner.",
         lambda run: of_winner(run, "coarse") / of_winner(run, "trained"),
         near(2.0, 0.2),
         kind="check",
@@ -235,7 +236,7 @@ THEOREM_CLAIMS = (
     ),
     Claim(
         "winner",
-        "The most salient token wins in every trained block.",
+        "Theorem 2: the most salient token wins in every trained block.",
         takes_all,
         at_least(1.0),
         kind="theorem",
@@ -269,11 +270,12 @@ FIGURE_CLAIMS = (
     ),
     Claim(
         "figure-3-saturate",
-        "Figure 3: the other weights saturate.",
+        "Figure 3: more than half of all weights slow down.",
         lambda run: late_speed(run).median(("word", "hidden")),
         below(1.0),
         kind="figure",
-        quantity="speed in the last tenth of training over mean speed (1 at constant speed): median over all weights",
+        quantity="speed in the last tenth of training over mean speed (1 at constant speed): median over all weights; "
+        "the paper says that they saturate",
     ),
     Claim(
         "figure-3-chance",
@@ -304,11 +306,12 @@ FIGURE_CLAIMS = (
     ),
     Claim(
         "salience-common",
-        "Common tokens have nearly no salience: at most a tenth of that of distinct ones.",
+        "Common tokens have nearly no salience.",
         salience_of_common,
         at_most(0.1),
         kind="reading",
-        quantity="root mean square Δ of common tokens over that of distinct ones, Figure 3's tokens, at the start",
+        quantity="root mean square Δ of common tokens over that of distinct ones, Figure 3's tokens, at the start; the "
+        "bound is ours",
         across="interval",
     ),
     Claim(
@@ -339,8 +342,9 @@ STUDY = Study(
     title="Linear activation: the most salient token wins, the others stop",
     source="JoMA, Theorem 2 and Figure 3 (arXiv 2310.00535)",
     statement=(
-        "Theorem 2: with a linear activation, exp attention and a constant gradient, the salience Δ_l of a token says "
-        "how fast its weight v_l grows. As the slides print it, erf(v_l/2)/Δ_l = erf(v_l'/2)/Δ_l' for any two tokens. "
+        "Theorem 2: with a linear activation, exp attention and a constant gradient, the salience Δ_l of a token "
+        "determines how fast its weight v_l grows. As the slides print it, erf(v_l/2)/Δ_l = erf(v_l'/2)/Δ_l' for any two "
+        "tokens. "
         "Salience is near zero for common tokens, so attention turns to the most salient distinct ones. Figure 3: in a "
         "trained block some weights grow and the rest saturate."
     ),
