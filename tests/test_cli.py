@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import shutil
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import toy_study  # noqa: F401  (registered below by name)
+import toy_study
 from joma import cli, studies
 from joma.files import lock
 from joma.manifest import write_manifest
@@ -285,6 +286,15 @@ def test_a_report_that_cannot_be_written_does_not_stop_the_studies(tmp_path, cap
     assert (code, "The line ends at 2." in out) == (0, True)
     assert err.count("\n") == 1
     assert "joma: the report was not written: " in err
+
+
+def test_a_run_is_headed_by_the_title_of_its_preset(tmp_path, capsys, monkeypatch):
+    preset = dataclasses.replace(toy_study.STUDY.presets["quick"], title="Half a line")
+    study = dataclasses.replace(toy_study.STUDY, presets=toy_study.STUDY.presets | {"quick": preset})
+    monkeypatch.setattr(toy_study, "STUDY", study)
+    for arguments in (("run", "--out", tmp_path), ("judge", tmp_path)):
+        assert "toy: Half a line" in joma(*arguments, capsys=capsys)[1]
+    assert "toy: A line" in joma("run", "--preset", "paper", "--out", tmp_path, capsys=capsys)[1]
 
 
 @pytest.mark.parametrize("code", ["import joma", "from joma import cli; cli.main(['--help'])"])

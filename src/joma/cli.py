@@ -100,7 +100,7 @@ class RunCommand:
                         raise KeyboardInterrupt from None
                 else:
                     if not self.json:
-                        show_claims(study.title, outcomes[-1])
+                        show_claims(study, outcomes[-1])
                     report.update(outcomes[-1].path)
                 task.advance()
         report.finish()
@@ -142,7 +142,7 @@ class JudgeCommand:
                 complain(f"{path} was not judged: {problem}")
                 continue
             if not self.json:
-                show_claims(study.title, outcomes[-1], "judged again")
+                show_claims(study, outcomes[-1], "judged again")
         return exit_code(outcomes, len(paths), as_json=self.json)
 
 
@@ -320,12 +320,12 @@ class GrowingReport:
             self._problem, self._written = None, True
 
 
-def show_claims(title: str, outcome: Any, note: str | None = None) -> None:
+def show_claims(study: Any, outcome: Any, note: str | None = None) -> None:
     """Print the claims of one run as a table, with a note below the title such as how long it took."""
     from joma.report.table import claims, show, totals
 
     note = note or ("was finished already" if outcome.reused else f"took {outcome.wall_time:.1f} s")
-    counts = totals(outcome.claims)
+    title, counts = study.description(outcome.preset).title, totals(outcome.claims)
     show(claims(f"{outcome.study}: {title}", outcome.claims, f"{outcome.path}, {note} ({counts})"))
 
 

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from joma.kernels import table as table_module
 from joma.kernels.table import MAX_POSITIONS, MAX_ROWS, fits, lookup
 
 
@@ -26,6 +28,24 @@ def test_rows_and_gradient_are_those_of_torchs_embedding(seed, seeds, vocabulary
 
 def test_on_the_cpu_torchs_own_gradient_is_used():
     assert not fits(torch.zeros(1, 2, 3, dtype=torch.long), torch.zeros(4, 5))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocabulary", "used"),
+    [
+        (torch.float32, MAX_ROWS + 1, True),
+        (torch.float64, MAX_ROWS + 1, False),
+        (torch.float64, MAX_ROWS, True),
+    ],
+)
+def test_double_precision_is_not_added_up_by_the_kernel_which_adds_in_single(monkeypatch, dtype, vocabulary, used):
+    monkeypatch.setattr(table_module, "TRITON", True)
+    with FakeTensorMode():  # tensors without values, of a device that may be missing
+        rows, table = (
+            torch.empty(2, 3, 5, dtype=torch.long, device="cuda"),
+            torch.empty(2 * vocabulary, 4, device="cuda"),
+        )
+        assert fits(rows, table.to(dtype)) == used
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -322,3 +322,11 @@ def test_bad_options(tmp_path, options):
     with pytest.raises(InputError):
         execute(STUDY, out=tmp_path, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stored_preset_that_the_study_no_longer_has_is_named(tmp_path):
+    config = STUDY.presets["paper"].config
+    execute(STUDY, preset="paper", out=tmp_path, seeds=2)
+    without = dataclasses.replace(STUDY, presets={"quick": STUDY.presets["quick"]})
+    with pytest.raises(InputError, match="`preset` must be one of quick, got 'paper'"):
+        execute(without, out=tmp_path, seeds=2, config=config)

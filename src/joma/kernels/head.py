@@ -6,7 +6,7 @@ With l = x W + b and p = softmax(l), all that the gradients need of the logits i
 
 where g is the gradient of the result. So the forward pass overwrites the logits with e, and allocates nothing else of
 their size. There are three ways to compute this: one seed after the other (CPU), all seeds at once (compiled, CUDA),
-and the same with one kernel for the rows of logits (half precision on CUDA, rows that a program holds at once).
+and the same with one kernel for the rows of logits (half precision on CUDA).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from joma.kernels.gpu import HALF, TRITON
 
 ROW_MULTIPLE = 64  # a length of rows that suits the tensor cores
 MIN_COMPILED_VOCABULARY = 1024  # below that, compiling the head does not pay off on CUDA
-MAX_KERNEL_VOCABULARY = 1 << 16  # tokens of a row that one program of the kernel holds
+MAX_KERNEL_VOCABULARY = 1 << 16  # tokens of a row up to which the kernel is used
 CACHED_LOGITS = 1 << 19  # logits that the CPU overwrites by their excess at once, while they are in its cache
 
 Flat = Float[Tensor, "seed sample width"]

@@ -7,6 +7,7 @@ rows and reads few of them, one kernel, in which the first position that reads a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ MAX_POSITIONS, MAX_WIDTH = 4096, 2048  # of one seed, up to which the kernel is 
 def fits(rows: Int[Tensor, "seed sample position"], table: Float[Tensor, "row width"]) -> bool:
     """Return whether `lookup` has a faster gradient than PyTorch for this table and these rows."""
     few_rows = table.shape[0] // len(rows) <= MAX_ROWS
-    few_positions = TRITON and rows[0].numel() <= MAX_POSITIONS and table.shape[-1] <= MAX_WIDTH
-    return table.is_cuda and (few_rows or few_positions)
+    few_positions = math.prod(rows.shape[1:]) <= MAX_POSITIONS and table.shape[-1] <= MAX_WIDTH
+    use_kernel = TRITON and table.dtype != torch.float64 and few_positions  # the kernel adds in float32
+    return table.is_cuda and (few_rows or use_kernel)
 
 
 def lookup(

@@ -125,7 +125,7 @@ class Study:
     def description(self, preset: str, outcome: str = "") -> Description:
         """Return what is stored with a run of `preset` for its readers."""
         return Description(
-            title=self.presets[preset].title or self.title,
+            title=choice("preset", preset, self.presets).title or self.title,
             source=self.source,
             statement=self.statement,
             about=self.about,
