@@ -7,10 +7,11 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from joma.drawing import COLOURS, canvas, letters, marker, measured, series, theory
+from joma.drawing import COLOURS, canvas, evenly_spaced, letters, marker, measured, series, theory
 from joma.studies.theorems.real_units import KINDS_OF_ATTENTION, NULL, UNITS, VISIBLE, null_recovery, recovery
 
 VISIBLE_ABOVE = 0.88  # mean of μ above which bounces are visible
+MAX_LABELS = 6  # of a legend that covers no curve
 SHOWN_WEIGHT = 4.0  # at which the weight that runs away leaves the panel
 SHOWN_TIME = 2.5
 SHOWN_DRAWS = 200  # of a seed
@@ -64,8 +65,11 @@ def _draw_linear(panel: Axes, run: xr.Dataset) -> None:
 def _draw_nonlinear(panel: Axes, run: xr.Dataset) -> None:
     shown = run.where(run.time <= SHOWN_TIME, drop=True)
     thinned = shown.isel(time=slice(None, None, 5))
-    for index, token in enumerate(_by_target(run)):
-        theory(panel, shown.time, shown.predicted.isel(token=token), index, f"μ = {float(run.mu[token]):.2f}")
+    tokens = _by_target(run)
+    labelled = {*evenly_spaced(len(tokens), MAX_LABELS)}
+    for index, token in enumerate(tokens):
+        label = f"μ = {float(run.mu[token]):.2f}" if index in labelled else None
+        theory(panel, shown.time, shown.predicted.isel(token=token), index, label)
         measured(panel, thinned.time, thinned.trained.isel(token=token), index)
     panel.set(ylim=(0, SHOWN_WEIGHT), xlabel="time", ylabel="weight $v$")
     panel.set_title("Nonlinear (Theorem 4): all arrive")
