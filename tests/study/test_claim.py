@@ -1,5 +1,7 @@
 """Claims as data: intervals, seeds, and what a run lacks."""
 
+import json
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -67,6 +69,16 @@ def test_a_measure_must_be_a_number_or_one_value_for_each_seed():
     claim = Claim("x", "x", lambda run: run.x, at_most(1), "check")
     with pytest.raises(TypeError, match="one value for each seed"):
         claim.judge(xr.Dataset({"x": (("a", "b"), np.zeros((2, 2)))}), "quick")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("values", [[1e200, 2e200], [-1e308, 1.7e308]])
+def test_numbers_whose_squares_overflow_stay_valid_json(values):
+    record = Claim("x", "x", lambda run: run.x, at_most(1.0), "check").judge(
+        xr.Dataset({"x": ("seed", values)}), "quick"
+    )
+    assert record["measured"]["interval"] is None
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
 
 
 @given(st.floats(-10, 10), st.floats(0, 3), st.floats(-20, 20))

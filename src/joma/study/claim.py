@@ -206,8 +206,9 @@ def summary(values: np.ndarray) -> dict[str, Any]:
     spread = values.std(ddof=1) if several else 0.0
     statistics = {"mean": values.mean(), "sd": spread, "min": values.min(), "max": values.max()}
     finite = {name: _finite(value) for name, value in statistics.items()}
-    interval = list(mean_interval(values)) if several else None
-    return finite | {"interval": interval, "values": [_finite(value) for value in values]}
+    interval = mean_interval(values) if several else (math.nan, math.nan)
+    is_finite = all(map(math.isfinite, interval))  # the squares of numbers above 1e154 are not
+    return finite | {"interval": list(interval) if is_finite else None, "values": [_finite(value) for value in values]}
 
 
 def _finite(value: float) -> float | None:
