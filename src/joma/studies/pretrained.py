@@ -275,7 +275,7 @@ CLAIMS = (
         "In pretrained models attention gets sparser at first.",
         lambda run: entropy_fall(public_models(run)),
         at_least(0.3),
-        kind="figure",
+        kind="reading",
         quantity=f"{_FALL}, mean over models. {_OURS}",
     ),
     Claim(
@@ -283,15 +283,15 @@ CLAIMS = (
         "In pretrained models attention gets denser again.",
         lambda run: entropy_recovery(public_models(run)),
         at_least(0.1),
-        kind="figure",
+        kind="reading",
         quantity=f"rise of the lowest layer's entropy from its minimum to the end, in nats, mean over models. {_OURS}",
     ),
     Claim(
         "not-noise",
-        "In every pretrained model this rise of entropy is more than noise.",
+        "In every pretrained model the rise of attention entropy is more than noise.",
         lambda run: least_certain_recovery(public_models(run)),
         at_most(0.05),
-        kind="figure",
+        kind="reading",
         quantity="how often noise around the best curve that never rises looks as clear; the largest of all models",
     ),
     Claim(
@@ -299,7 +299,7 @@ CLAIMS = (
         "In pretrained models the lower matrix of the MLP loses rank.",
         lambda run: rank_left(public_models(run)),
         at_most(0.8),
-        kind="figure",
+        kind="reading",
         quantity=f"{_RANK} and models. {_OURS}",
     ),
     Claim(

@@ -233,7 +233,7 @@ def test_entropy_is_drawn_by_layer_with_the_number_of_seeds_that_come_back(ideal
 def test_matrices_are_symmetric_with_an_empty_diagonal(ideal):
     panels = [axes for axes in study.draw_matrices(ideal).axes if axes.images]
     assert titles(panels) == [
-        "(a)  Theorem 5: who meets",
+        "(a)  Theorem 5: tokens that occur together",
         "(b)  One layer attends alike",
         "(c)  3 layers attend alike",
     ]

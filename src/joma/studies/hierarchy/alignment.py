@@ -269,12 +269,12 @@ def table_claims() -> tuple[Claim, ...]:
     return tuple(
         Claim(
             f"table-{classes}-{children}-{latents[0]}-{latents[1]}-s{layer}",
-            f"Table 1, {cell(classes, children, latents)}: the latents s = {layer} are aligned as published.",
+            f"Table 1, {cell(classes, children, latents)}: alignment of s = {layer} is in the table's range.",
             partial(final_alignment, arm="trained", name=cell(classes, children, latents), layer=layer),
             EXPECTED[layer],
             kind="figure",
             quantity=f"largest correlation of a latent with a hidden unit of layer {layer} after training, mean over "
-            "latents; expected is the range of the published cells",
+            "latents; expected is the range of all eight published cells",
             across="interval",
             presets=("paper",),
         )
@@ -436,7 +436,7 @@ STUDY = Study(
     ),
     about=(
         "A decoder of three layers learns to name the class of sequences that a hierarchy of combinations generates. "
-        "Beside each cell of the table stand controls that the paper does not have: the untrained network, attention "
+        "Each cell of the table has controls that the paper does not have: the untrained network, attention "
         "frozen at its start, uniform attention, a linear activation, and as many Gaussian numbers as hidden units. "
         "An entry is the largest of 400 correlations over 20 or 30 classes, so it is far from zero without any "
         "learning; what training adds is the difference from a control. Each class has one sequence, so a minibatch is "

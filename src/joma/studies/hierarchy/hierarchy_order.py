@@ -222,7 +222,7 @@ DEPTH_CLAIMS = (
     replace(
         LATER,
         name="later-matched",
-        statement="The latents between cousins delay them even where they occur together as often.",
+        statement="The latents between cousins delay their association even at equal co-occurrence.",
         measure=partial(association.delay_of_cousins, tree="matched"),
         kind="control",
         quantity="delay until the odds of attention double, in steps; in the other tree they co-occur equally",
@@ -238,7 +238,7 @@ DEPTH_CLAIMS = (
     replace(
         HIGHER,
         name="higher-matched",
-        statement="The latents between cousins lift them even where they occur together as often.",
+        statement="The latents between cousins lift their association even at equal co-occurrence.",
         measure=partial(association.lift_of_cousins, tree="matched"),
         kind="control",
         quantity="distance of the centres of the last gain, in layers; in the other tree they co-occur equally",
@@ -246,7 +246,7 @@ DEPTH_CLAIMS = (
     replace(
         HIGHER,
         name="higher-beyond-root",
-        statement="Cousins are associated higher also by what they gain beyond pairs that only the root joins.",
+        statement="Beyond what pairs joined at the root gain, cousins are associated in a higher layer.",
         measure=partial(association.lift_of_cousins, tree="shallow", layer=association.gain_layer_beyond_root),
         kind="control",
     ),
@@ -360,7 +360,7 @@ def draw_matrices(run: xr.Dataset) -> Figure:
     figure, axes = canvas(1, 3, width=3.4, height=2.9)
     single, full = (average_gain(deep_gain(run, layers)).mean("seed") for layers in (1, LAYERS))
     matrices = {
-        "Theorem 5: who meets": (run.cooccurrence.sel(tree="deep"), "P[l | m]"),
+        "Theorem 5: tokens that occur together": (run.cooccurrence.sel(tree="deep"), "P[l | m]"),
         "One layer attends alike": (single, "average gain / nats"),
         f"{LAYERS} layers attend alike": (full, "average gain / nats"),
     }
@@ -432,8 +432,8 @@ STUDY = Study(
         "depth": Drawing(
             draw_depth,
             "Three layers. Pairs that are cousins in the deep tree, there and in two shallow trees, beside the deep "
-            "tree's siblings. Lines: mean over seeds. Bands and bars: least to greatest seed. (b) One point a seed; "
-            "the centre is the mean layer of the last gain.",
+            "tree's siblings. Lines: mean over seeds. Bands and bars: least to greatest seed. "
+            "(b) One point for each seed; the centre is the mean layer of the last gain.",
         ),
         "matrices": Drawing(
             draw_matrices,

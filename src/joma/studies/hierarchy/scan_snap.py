@@ -264,11 +264,12 @@ THEOREMS = (
     ),
     Claim(
         "logarithm",
-        "Theorem 4, snap: the growth of the winning logits slows to a logarithm.",
+        "Theorem 4, snap: the winning logits end up growing more like ln t than like t.",
         partial(growth_phases.late_straightness, arm=PREMISES),
         below(1.0),
         kind="theorem",
-        quantity="residual of the best line in ln t over that of the best line in t, last decade of steps; premises met",
+        quantity="residual of the best line in ln t over that of the best line in t, last decade of steps; premises "
+        "met",
     ),
     Claim(
         "phase-time",
@@ -280,24 +281,24 @@ THEOREMS = (
     ),
     Claim(
         "phase-limit",
-        "Theorem 4: with a much faster decoder the phases change at a time that goes as 1/η.",
+        "Theorem 4: with a much faster decoder, the time at which the phases change goes as 1/η.",
         growth_phases.rate_exponent,
         near(-1.0, 0.1),
         kind="theorem",
-        quantity="power of η, decoders at least 100 times as fast as attention; flow",
+        quantity="power of η, decoders at least 100 times as fast as attention; flow. The tolerance is ours",
     ),
     Claim(
         "share-limit",
-        "Theorem 4: growth tends to the closed form for orthogonal classes as common tokens get rare.",
+        "Theorem 4: the rarer the common tokens, the nearer growth is to the law for orthogonal classes.",
         lambda run: premises.largest_step(run.share_clock_distance, "share"),
         below(1.0),
         kind="theorem",
         quantity="largest distance between the powers of t of flow and closed form, at a share over that at the "
-        "next larger share, largest",
+        "next larger share; the largest such ratio",
     ),
     Claim(
         "clock",
-        "Theorem 4: with rare common tokens and a much faster decoder growth is that of the closed form.",
+        "Theorem 4: with rare common tokens and a much faster decoder, growth follows the closed form.",
         lambda run: run.share_clock_distance.isel(share=-1),
         at_most(ARMS[PREMISES].share or 0.0),
         kind="theorem",
@@ -320,7 +321,7 @@ READINGS = (
     ),
     Claim(
         "common-always",
-        "Attention to the common tokens never rises on the way.",
+        "Attention to the common tokens never rises during training.",
         growth_phases.common_rise,
         at_most(0.0),
         kind="reading",
@@ -337,19 +338,19 @@ CONTROLS = (
         partial(growth_phases.gain_error, arm="faster"),
         at_most(0.1),
         kind="control",
-        quantity="relative error of the predicted logits at the end",
+        quantity="relative error of the predicted logits at the end; the bound is ours",
     ),
     Claim(
         "scan-common",
-        "The winning logits first grow as t² also if half of the tokens are common.",
+        "If half of the tokens are common, the winning logits still grow as t² at first.",
         partial(growth_phases.scan_exponent, arm="faster"),
         near(2.0, 0.2),
         kind="control",
-        quantity="power of t from 0.1 to 0.25 of the time 2 K ln M/η; decoder 10 times as fast",
+        quantity="power of t from 0.1 to 0.25 of the time 2 K ln M/η; decoder 10 times as fast. The tolerance is ours",
     ),
     Claim(
         "logarithm-common",
-        "Growth slows to a logarithm also if half of the tokens are common.",
+        "If half of the tokens are common, growth still ends up more like ln t than like t.",
         partial(growth_phases.late_straightness, arm="faster"),
         below(1.0),
         kind="control",
@@ -358,7 +359,7 @@ CONTROLS = (
     ),
     Claim(
         "no-snap",
-        "With a slower decoder growth stays faster than a logarithm.",
+        "With a slower decoder, growth stays more like t than like ln t.",
         partial(growth_phases.late_straightness, arm="slower"),
         above(1.0),
         kind="control",
@@ -367,7 +368,7 @@ CONTROLS = (
     ),
     Claim(
         "order-slower",
-        "The order of the distinct tokens is that of co-occurrence also with a slower decoder.",
+        "With a slower decoder, distinct tokens still gain attention in the order of their co-occurrence.",
         partial(growth_phases.final_order, arm="slower"),
         at_least(1.0),
         kind="control",
@@ -375,11 +376,12 @@ CONTROLS = (
     ),
     Claim(
         "phase-rate",
-        "The phases change at a time that goes as 1/η also if the decoder is not much faster.",
+        "The time at which the phases change goes as 1/η also if the decoder is not much faster.",
         growth_phases.equal_over_faster,
         between(5.0, 20.0),
         kind="control",
-        quantity="time at which the power of t falls to 1: equal rates over a decoder 10 times as fast; 10 by 1/η",
+        quantity="time at which the power of t falls to 1: equal rates over a decoder 10 times as fast; 10 by 1/η, "
+        "and the factor of two is ours",
     ),
     Claim(
         "phase-later",
@@ -398,7 +400,7 @@ CLAIMS = (
     *CONTROLS,
     Claim(
         "snap",
-        "Over the last decade of steps the winning logits grow by less than √t.",
+        "Over the last decade of steps the winning logits grow more slowly than √t.",
         partial(growth_phases.late_exponent, arm="faster"),
         at_most(0.5),
         kind="check",

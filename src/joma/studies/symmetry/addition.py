@@ -193,7 +193,7 @@ _LESS = f"{_SHARE}: with residual connections less the largest share without the
 CLAIMS = (
     Claim(
         "full",
-        "Without encoding and causal mask, no model gets more sums right than is possible without order.",
+        "Without encoding or causal mask, no model gets more sums right than is possible without order.",
         partial(above_ceiling, arm="none full"),
         at_most(0.0),
         kind="theorem",
@@ -270,7 +270,7 @@ CLAIMS = (
     ),
     Claim(
         "positions",
-        "Hidden states know more of their position under a causal mask than under a full one.",
+        "Positions can be read from hidden states better under a causal mask than under a full one.",
         lambda run: readout_gain(run, BASELINE) - readout_gain(run, "none full"),
         above(0.0),
         kind="control",

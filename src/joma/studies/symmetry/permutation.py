@@ -122,7 +122,7 @@ CLAIMS = (
         "Without encoding, two causal layers are enough for the order to change the prediction.",
         lambda run: cells(run, "none, causal, 2 or 4").min("cell"),
         at_least(MIN_BROKEN),
-        kind="theorem",
+        kind="reading",
         quantity=f"{_CHANGE}; the smallest of 12 decoders (arXiv 2501.00659). {_OURS}",
     ),
     Claim(
@@ -262,7 +262,7 @@ def _draw_spread(axes: Axes, run: xr.Dataset) -> None:
 
 STUDY = Study(
     name="permutation",
-    title="An encoding, or a causal mask and a second layer, tells a model the order of its tokens",
+    title="An encoding, or a causal mask with two layers, makes the order of tokens matter",
     source="Breaking Symmetry When Training Transformers (arXiv 2402.05969v2); arXiv 2501.00659",
     statement=(
         "Without positional encodings and without a causal mask, the prediction after the last token does not depend "

@@ -282,7 +282,7 @@ CLAIMS = (
     ),
     *_claim_for_each_task(
         "trained",
-        "Hidden states of a trained model know their position ({}).",
+        "In a trained model, positions can be read from hidden states ({}).",
         lambda run, task: readout_gain(trained_readouts(run, task)),
         kind="control",
         quantity=f"{_GAIN}, at the end of training",

@@ -38,7 +38,7 @@ ARMS = {
 CONTROLS = {  # the claims' names, and what they are about
     "held": ("loss", "W_Q and W_K are frozen"),
     "steady": ("steady", "the attention weights are frozen"),
-    "clamped": ("clamped", "entropy is clamped by a temperature"),
+    "clamped": ("clamped", "entropy is clamped"),
 }
 COLOUR_INDEX = {arm: index for index, arm in enumerate(ARMS)}
 STORED = ("loss", "valid_loss", "entropy", "diverged")
@@ -324,17 +324,17 @@ STUDY = Study(
     source="JoMA, slides (arXiv 2310.00535); our control",
     statement=(
         "In one layer the bounce of attention only slows training; in several layers it is what lets them build a "
-        "hierarchy (JoMA, slides of arXiv 2310.00535). So a training without the bounce should end at a lower loss "
-        "with one layer, and at a higher loss with several."
+        "hierarchy (JoMA, slides of arXiv 2310.00535). We infer that a training without "
+        "the bounce ends at a lower loss with one layer, and at a higher loss with several."
     ),
     about=(
         "We train each model several times from the same start, on the same text, with the same dropout: freely; with "
         "W_Q and W_K of each layer frozen from its minimum of entropy on; with the attention weights themselves frozen "
         "from the minimum of their mean entropy on; and with the entropy of each layer clamped at its minimum. Until "
-        "then all of these are the same run. We compare the final losses seed by seed. Frozen W_Q and W_K still let "
-        "embeddings and lower layers move attention; frozen weights stop all that attention would learn. Only the "
-        "clamp takes away the bounce alone: a temperature for each layer, set by a controller after every step, keeps "
-        "entropy at its target, and attention is free otherwise."
+        "then all of these are the same run. We compare the final losses seed by seed. With frozen W_Q and W_K "
+        "embeddings and lower layers still move attention; frozen weights stop all that attention would learn. Only "
+        "the clamp removes the bounce and nothing else: a temperature for each layer, set by a controller before every "
+        "step, keeps entropy at its target, and attention is free otherwise."
     ),
     version=3,
     presets={
@@ -361,8 +361,8 @@ STUDY = Study(
         "arms": Drawing(
             draw_arms,
             "Entropy, mean over layers, validation loss, and the loss less that of the free run from the same start, "
-            "a column a depth. Lines: mean over seeds. Bands: range over seeds. Ticks on the axis of entropy: the "
-            "steps from which an arm is frozen or clamped. The loss of the first steps is cut off.",
+            "one column for each depth. Lines: mean over seeds. Bands: range over seeds. Ticks on the axis of entropy: "
+            "the steps from which an arm is frozen or clamped. The loss of the first steps is cut off.",
         ),
         "gaps": Drawing(
             draw_gaps,

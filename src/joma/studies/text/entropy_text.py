@@ -144,13 +144,13 @@ def _layers(depth: int) -> str:
     return "1 layer" if depth == 1 else f"{depth} layers"
 
 
-_PREDICTED = "expected: 95 % of means of three further runs like the authors' three"
+_PREDICTED = "expected: where the mean of three further runs of the authors would lie with 95 % probability"
 
 
 def _loss_claim(depth: int) -> Claim:
     return Claim(
         f"loss-{depth}",
-        f"With {_layers(depth)} the least validation loss on WikiText-2 is the published one.",
+        f"With {_layers(depth)} the least validation loss on WikiText-2 agrees with the published one.",
         partial(best_loss, depth=depth),
         like_published(published().valid_loss.sel(depth=depth).min("step")),
         kind="figure",
@@ -164,7 +164,7 @@ def _loss_claim(depth: int) -> Claim:
 def _loss_claim_103(depth: int, value: float) -> Claim:
     return Claim(
         f"wikitext-103-loss-{depth}",
-        f"With {_layers(depth)} the least validation loss on WikiText-103 is the published one.",
+        f"With {_layers(depth)} the least validation loss on WikiText-103 agrees with the published one.",
         partial(best_loss_103, depth=depth),
         near(value, round(loss_tolerance(), 4)),
         kind="figure",
@@ -206,7 +206,7 @@ def _curve_claims(where: str, depth: int) -> tuple[Claim, Claim]:
     return (
         Claim(
             f"{where}-{depth}",
-            f"With {_layers(depth)} entropy {place} follows the published curves as their own runs do.",
+            f"With {_layers(depth)} entropy {place} is as near to the authors' runs as these are to each other.",
             partial(seed_distances, depth=depth, where=where),
             at_most(largest),
             kind="figure",
@@ -218,7 +218,7 @@ def _curve_claims(where: str, depth: int) -> tuple[Claim, Claim]:
         ),
         Claim(
             f"mean-{where}-{depth}",
-            f"With {_layers(depth)} the mean over seeds of entropy {place} is the authors' mean.",
+            f"With {_layers(depth)} mean entropy {place} is as near to the authors' mean as their runs are.",
             partial(mean_distance, depth=depth, where=where),
             at_most(largest),
             kind="check",
@@ -291,8 +291,8 @@ STUDY = Study(
     ),
     about=(
         "We train Transformers of several depths on text in the authors' setting and record the entropy of attention "
-        "over the validation text, layer by layer, and the validation loss. On WikiText-2 both stand beside the "
-        "authors' own three runs, and what is asked of ours comes from how far theirs lie from each other. As in their "
+        "over the validation text, layer by layer, and the validation loss. On WikiText-2 both are compared with "
+        "the authors' own three runs, and the thresholds come from how far these lie from each other. As in their "
         "code, Adam starts afresh at every epoch and all layers start as copies of one. The quick preset trains small "
         "models on the embedded text, of which nothing was published."
     ),
@@ -323,9 +323,10 @@ STUDY = Study(
     figures={
         "paper": Drawing(
             draw_paper,
-            "Attention entropy of each layer and validation loss along training, a column a depth. Lines: means over "
-            "seeds. Bands: range over seeds. On WikiText-2 the top row shows the authors' three runs, the row below it "
-            "ours in the same window of the validation text; in the bottom row points are the authors' losses.",
+            "Attention entropy of each layer and validation loss along training, one column for each depth. Lines: "
+            "means over seeds. Bands: range over seeds. On WikiText-2 the top row shows the authors' three runs, the "
+            "row below it ours in the same window of the validation text; in the bottom row points are the authors' "
+            "losses.",
         ),
         "entropy": Drawing(
             draw_entropy,

@@ -452,11 +452,11 @@ STUDY = Study(
         "are not trained, without LayerNorm, under gradient flow (JoMA, arXiv 2310.00535)."
     ),
     about=(
-        "We train a one-layer language model, which keeps none of these premises, and compare the change of its logits "
-        "over the most frequent tokens with what the law makes of the lower weights seen through the value path. One "
-        "scale for each seed is fitted, as the ratio of learning rates is unknown under Adam. Chance comes from "
+        "We train a one-layer language model, which meets none of these premises, and compare the change of its logits "
+        "over the most frequent tokens with the law's prediction from the lower weights, multiplied by the value path. "
+        "One scale for each seed is fitted, as the ratio of learning rates is unknown under Adam. Chance comes from "
         "permuting the tokens of the prediction; log frequency is also regressed out, since frequent tokens are "
-        "trained more in every respect. Beside the law for softmax stands its first term alone, the law for exp "
+        "trained more in every respect. Beside the law for softmax we test its first term alone, the law for exp "
         "attention."
     ),
     version=1,
@@ -490,7 +490,7 @@ STUDY = Study(
             draw_tokens,
             "One point for each token: the change of its logit, summed over queries and less the mean over tokens, "
             "against the prediction times the seed's scale, after training. The line is equality. A scale below 0 "
-            "turns the law round. The five tokens that changed most are named.",
+            "reverses the law. The five tokens that changed most are named.",
         ),
     },
 )

@@ -436,9 +436,9 @@ STUDY = Study(
     title="A unit stops near a centre only under a constraint, and the full flow leaves Theorem 4's early",
     source="JoMA, Theorems 3 and 4 (arXiv 2310.00535)",
     statement=(
-        "A nonlinear activation creates a critical point near one of the centres of the contexts "
-        "(after Theorem 3). Near it, and with attention folded into the MLP, the weights follow v̇ = (μ − v) ∘ exp(v²/2) "
-        "(Theorem 4), from which the bounce of attention is derived."
+        "A nonlinear activation creates a critical point near one of the centres of the contexts (after Theorem 3). "
+        "Near it, and with attention folded into the MLP, the weights follow v̇ = (μ − v) ∘ exp(v²/2) (Theorem 4). "
+        "The bounce of attention is derived from this flow."
     ),
     about=(
         "We search Theorem 3's flow of one hidden unit for critical points: as it stands, with weights of length 1, "

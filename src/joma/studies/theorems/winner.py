@@ -343,10 +343,9 @@ STUDY = Study(
     source="JoMA, Theorem 2 and Figure 3 (arXiv 2310.00535)",
     statement=(
         "Theorem 2: with a linear activation, exp attention and a constant gradient, the salience Δ_l of a token "
-        "determines how fast its weight v_l grows. As the slides print it, erf(v_l/2)/Δ_l = erf(v_l'/2)/Δ_l' for any two "
-        "tokens. "
-        "Salience is near zero for common tokens, so attention turns to the most salient distinct ones. Figure 3: in a "
-        "trained block some weights grow and the rest saturate."
+        "determines how fast its weight v_l grows. As the slides print it, erf(v_l/2)/Δ_l = erf(v_l'/2)/Δ_l' for any "
+        "two tokens. Salience is near zero for common tokens, so attention turns to the most salient distinct ones. "
+        "Figure 3: in a trained block some weights grow and the rest saturate."
     ),
     about=(
         "We train a block with exp attention, one hidden unit and a constant gradient by SGD on random contexts. Each "
