@@ -286,7 +286,7 @@ def test_gaps_and_recoveries_are_drawn_with_their_bounds(frozen_early, arms):
 def test_the_outcome_lists_the_gaps_of_each_arm(frozen_early):
     shifted = with_gaps(frozen_early.sel(arm=["free", "held"]), [0.1, 0.3])
     assert outcome(shifted) == (
-        "Final loss less the free run's, in nats, with 1, 2 layers: +0.200, +0.200 with W_Q and W_K frozen."
+        "With 1, 2 layers the final loss differs from the free run's by +0.200, +0.200 nats with W_Q and W_K frozen."
     )
     with pytest.raises(NotInRun):
         outcome(frozen_early.sel(arm=["free"]))

@@ -285,8 +285,8 @@ def outcome(run: xr.Dataset) -> str:
     return (
         f"The order in which pairs are associated correlates with co-occurrence by {order[0]:.2f} with one layer and "
         f"{order[1]:.2f} with {LAYERS} (ties allow 0.91), and pairs that a high latent joins gain {high[0]:+.2f} and "
-        f"{high[1]:+.2f} nats. Attention comes back in {bounced[0][0]} of {seeds} seeds with one layer, and in "
-        f"{', '.join(map(str, bounced[1]))} of them in layers 1 to {LAYERS} of {LAYERS}."
+        f"{high[1]:+.2f} nats. Attention turns sparse and then dense again in {bounced[0][0]} of {seeds} seeds with "
+        f"one layer; with {LAYERS} layers, in {', '.join(map(str, bounced[1]))} of them in layers 1 to {LAYERS}."
     )
 
 

@@ -228,14 +228,15 @@ def outcome(run: xr.Dataset) -> str:
         "frozen": "W_Q and W_K never trained",
     }
     parts = [
-        f"{', '.join(f'{float(loss_gap(run, depth, arm).mean()):+.3f}' for depth in depths)} with {label}"
+        f"{', '.join(f'{float(loss_gap(run, depth, arm).mean()):+.3f}' for depth in depths)} nats with {label}"
         for arm, label in arms.items()
         if arm in run.arm
     ]
     if not parts:
         raise NotInRun("arm but the free one")
     listed = ", ".join(map(str, depths))
-    return f"Final loss less the free run's, in nats, with {listed} layer{'s' * (depths != [1])}: {'; '.join(parts)}."
+    layers = f"{listed} layer{'s' * (depths != [1])}"
+    return f"With {layers} the final loss differs from the free run's by {'; by '.join(parts)}."
 
 
 CLAIMS = (

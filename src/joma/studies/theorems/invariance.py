@@ -324,9 +324,9 @@ def outcome(run: xr.Dataset) -> str:
     correlation = at_end(run, "correlation", **FIGURE_2, kind="gaussian")
     return (
         f"Once SGD's finite steps and the softmax assumptions are accounted for, the laws hold to {exact:.0e}, with "
-        f"unequal rates too. Without that, Figure 2's prediction correlates with the trained logits "
-        f"({_range(correlation, 3)}) and is off by {_range(_gaussian_error(run, early))} of their change at a fifth of "
-        f"training, by {_range(_gaussian_error(run, at_end))} times their change at the end."
+        f"unequal rates too. Without these corrections, Figure 2's prediction correlates with the trained logits "
+        f"({_range(correlation, 3)}) but is off by {_range(_gaussian_error(run, early))} times their change a fifth of "
+        f"the way through training, and by {_range(_gaussian_error(run, at_end))} times at the end."
     )
 
 

@@ -207,6 +207,7 @@ def outcome(run: xr.Dataset) -> str:
     flags, gained = bounced(run.units_entropy), recovery(run.units_entropy)
     nonlinear, linear = float(gained.drop_sel(units=NULL).max()), float(gained.sel(units=NULL).max())
     return (
-        f"Of {flags.size} blocks with real nonlinear units {int(flags.sum())} turn dense again by more than linear "
-        f"ones do: entropy comes back by at most {nonlinear:.2f} nats, and by {linear:.2f} with linear units."
+        f"Of {flags.size} blocks with nonlinear units, trained without that drive, {int(flags.sum())} turn dense again "
+        f"by more than linear ones with the same attention: entropy comes back by at most {nonlinear:.2f} nats, and by "
+        f"at most {linear:.2f} with linear units."
     )
