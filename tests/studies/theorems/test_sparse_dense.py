@@ -32,10 +32,10 @@ def test_the_flow_meets_every_published_and_derived_number(trajectory):
 
 def test_constants_of_our_own_are_checks_and_the_independent_solution_is_judged(trajectory):
     kinds = {claim.name: claim.kind for claim in CLAIMS}
-    assert {
-        kinds[name] for name in ("figure-4-least", "example-end", "ratio-constants", "ratio-flow", "condition")
-    } == {"check"}
-    assert {kinds[name] for name in ("trained", "ratio-limit")} == {"theorem"}
+    constants = ("figure-4-least", "example-end", "ratio-constants", "condition")
+    own_solutions = ("trained", "linear-trained", "ratio-flow")  # Euler steps of the flow, and our own closed form
+    assert {kinds[name] for name in (*constants, *own_solutions)} == {"check"}
+    assert kinds["ratio-limit"] == "theorem"
     wrong = trajectory.assign(pair_ratio_flow=0.99 * trajectory.pair_ratio_flow)
     assert verdicts(wrong)["ratio-flow"] == verdicts(wrong)["ratio-limit"] == "does not hold"
     assert verdicts(wrong)["ratio-constants"] == "holds"  # of the closed form

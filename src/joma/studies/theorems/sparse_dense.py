@@ -183,11 +183,11 @@ DISTANCE = "largest distance |v − v̂| from the closed form over 1 + |v̂|, ov
 THEOREM_CLAIMS = (
     Claim(
         "trained",
-        "Theorem 4: SGD with the drive μ − v fed in as its gradient follows the closed form.",
+        "SGD with the drive μ − v fed in as its gradient follows Theorem 4's closed form.",
         lambda run: driven_block.distance(run, "trained", "predicted"),
         at_most(0.01),
-        kind="theorem",
-        quantity=DISTANCE,
+        kind="check",
+        quantity=f"{DISTANCE}; an Euler integration of the theorem's flow, not a test of where its drive comes from",
     ),
     Claim(
         "nonlinear-returns",
