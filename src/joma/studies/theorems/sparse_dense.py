@@ -360,7 +360,7 @@ def outcome(run: xr.Dataset) -> str:
     return (
         f"In Figure 4's flow entropy falls from {float(entropy[0]):.2f} to {float(entropy.min()):.2f} nats and comes "
         f"back to {float(entropy[-1]):.2f}; SGD with Theorem 4's drive follows the closed form to "
-        f"{float(distance.max()):.1%}. {real_units.outcome(run)}"
+        f"{100 * float(distance.max()):.2g} %. {real_units.outcome(run)}"
     )
 
 
