@@ -223,7 +223,7 @@ def _approach(config: Config, context: Context) -> xr.Dataset:
 THEOREMS = (
     Claim(
         "distinct-grows",
-        "Theorem 2: the attention logit of every distinct token never falls.",
+        "Scan and Snap, Theorem 2: the attention logit of every distinct token never falls.",
         partial(growth_phases.distinct_growth, arm=PREMISES),
         at_least(0.0),
         kind="theorem",
@@ -231,7 +231,7 @@ THEOREMS = (
     ),
     Claim(
         "order",
-        "Theorem 3: the distinct tokens of a class gain attention in the order of their co-occurrence.",
+        "Scan and Snap, Theorem 3: the distinct tokens of a class gain attention in the order of their co-occurrence.",
         partial(growth_phases.final_order, arm=PREMISES),
         at_least(1.0),
         kind="theorem",
@@ -239,7 +239,7 @@ THEOREMS = (
     ),
     Claim(
         "relative-gain",
-        "Theorem 3: the logit of one distinct token of a class determines those of the others.",
+        "Scan and Snap, Theorem 3: the logit of one distinct token of a class determines those of the others.",
         partial(growth_phases.gain_error, arm=PREMISES),
         at_most(ARMS[PREMISES].share or 0.0),
         kind="theorem",
@@ -248,7 +248,7 @@ THEOREMS = (
     ),
     Claim(
         "gain-limit",
-        "Theorem 3: the error of the relative gain falls as the decoder gets faster.",
+        "Scan and Snap, Theorem 3: the error of the relative gain falls as the decoder gets faster.",
         lambda run: premises.largest_step(run.ratio_gain_error.sel(ratio=slice(1.0, None)), "ratio"),
         below(1.0),
         kind="theorem",
@@ -256,7 +256,7 @@ THEOREMS = (
     ),
     Claim(
         "scan",
-        "Theorem 4, scan: the winning logits first grow as t².",
+        "Scan and Snap, Theorem 4: the winning logits first grow as t².",
         partial(growth_phases.scan_exponent, arm=PREMISES),
         near(2.0, 0.2),
         kind="theorem",
@@ -264,7 +264,7 @@ THEOREMS = (
     ),
     Claim(
         "logarithm",
-        "Theorem 4, snap: the winning logits end up growing more like ln t than like t.",
+        "Scan and Snap, Theorem 4: the winning logits end up growing more like ln t than like t.",
         partial(growth_phases.late_straightness, arm=PREMISES),
         below(1.0),
         kind="theorem",
@@ -273,7 +273,7 @@ THEOREMS = (
     ),
     Claim(
         "phase-time",
-        "Theorem 4: the phases change at about 2 K ln M/η.",
+        "Scan and Snap, Theorem 4: the phases change at about 2 K ln M/η.",
         partial(growth_phases.slowing_over_transition, arm=PREMISES),
         between(0.5, 2.0),
         kind="theorem",
@@ -281,7 +281,7 @@ THEOREMS = (
     ),
     Claim(
         "phase-limit",
-        "Theorem 4: with a much faster decoder, the time at which the phases change goes as 1/η.",
+        "Scan and Snap, Theorem 4: with a much faster decoder, the time at which the phases change goes as 1/η.",
         growth_phases.rate_exponent,
         near(-1.0, 0.1),
         kind="theorem",
@@ -289,7 +289,7 @@ THEOREMS = (
     ),
     Claim(
         "share-limit",
-        "Theorem 4: the rarer the common tokens, the nearer growth is to the law for orthogonal classes.",
+        "Scan and Snap, Theorem 4: the rarer common tokens are, the nearer growth is to the closed form.",
         lambda run: premises.largest_step(run.share_clock_distance, "share"),
         below(1.0),
         kind="theorem",
@@ -298,7 +298,7 @@ THEOREMS = (
     ),
     Claim(
         "clock",
-        "Theorem 4: with rare common tokens and a much faster decoder, growth follows the closed form.",
+        "Scan and Snap, Theorem 4: with rare common tokens and a much faster decoder, growth follows the closed form.",
         lambda run: run.share_clock_distance.isel(share=-1),
         at_most(ARMS[PREMISES].share or 0.0),
         kind="theorem",
@@ -334,7 +334,7 @@ READINGS = (
 CONTROLS = (
     Claim(
         "gain-at-10",
-        "A decoder 10 times as fast is fast enough for Theorem 3's relative gain.",
+        "A decoder 10 times as fast is fast enough for the relative gain of Scan and Snap's Theorem 3.",
         partial(growth_phases.gain_error, arm="faster"),
         at_most(0.1),
         kind="control",
