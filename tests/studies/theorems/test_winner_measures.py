@@ -86,3 +86,17 @@ def test_figure_3_winners_are_counted_by_hidden_unit():
 def test_losers_are_compared_with_their_limits_and_the_winner_is_not():
     run = xr.Dataset({"late": (("seed", "token"), [[9.0, 1.1]]), "limit": (("seed", "token"), [[np.inf, 1.0]])})
     np.testing.assert_allclose(measures.losers(run), [0.1])
+
+
+def test_a_diverged_seed_has_no_winner_and_leaves_the_others_theirs(flow):
+    trained = flow.trained.copy()
+    trained[0, -1] = np.nan
+    np.testing.assert_array_equal(measures.takes_all(flow.assign(trained=trained)), [np.nan, 1.0])
+    weights = np.array([[[[6.0, 3.0], [2.0, 1.0]]], [[[3.0, np.nan], [1.0, np.nan]]]])
+    run = xr.Dataset(
+        {
+            "figure_3": (("seed", "step", "word", "hidden"), weights),
+            "figure_3_salience": (("seed", "word", "hidden"), np.full((2, 2, 2), [[2.0], [1.0]])),
+        }
+    )
+    np.testing.assert_array_equal(measures.figure_3_winners(run), [1.0, np.nan])

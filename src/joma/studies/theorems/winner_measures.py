@@ -38,9 +38,8 @@ def ratio_spread(run: xr.Dataset, divisor: float) -> xr.DataArray:
 
 
 def takes_all(run: xr.Dataset) -> xr.DataArray:
-    """Return 1 where the trained block's largest |v| is at the largest |Δ|, else 0, per seed."""
-    winner = abs(run.trained.isel(time=-1)).argmax("token")
-    return (winner == abs(run.salience).argmax("token")).astype(float)
+    """Return 1 where the trained block's largest |v| is at the largest |Δ|, else 0, per seed; NaN if it diverged."""
+    return _is_at_largest(run.trained.isel(time=-1), run.salience, "token")
 
 
 def losers(run: xr.Dataset) -> xr.DataArray:
@@ -50,8 +49,13 @@ def losers(run: xr.Dataset) -> xr.DataArray:
 
 def figure_3_winners(run: xr.Dataset) -> xr.DataArray:
     """Return the share of Figure 3's hidden units whose largest final |v| is on their most salient token, per seed."""
-    winner = abs(run.figure_3.isel(step=-1)).argmax("word")
-    return (winner == abs(run.figure_3_salience).argmax("word")).mean("hidden")
+    return _is_at_largest(run.figure_3.isel(step=-1), run.figure_3_salience, "word").mean("hidden", skipna=False)
+
+
+def _is_at_largest(weight: xr.DataArray, salience: xr.DataArray, dim: str) -> xr.DataArray:
+    """Return 1 where the largest |weight| along an axis is at the largest |salience|, else 0; NaN for NaN weights."""
+    same = abs(weight).fillna(-1.0).argmax(dim) == abs(salience).argmax(dim)
+    return same.astype(float).where(weight.notnull().all(dim))
 
 
 def salience_of_common(run: xr.Dataset) -> xr.DataArray:
