@@ -174,8 +174,11 @@ def findings(paths: list[Path]) -> str:
 
 def with_findings(readme: str, paths: list[Path]) -> str:
     """Return the text of the README with its findings written anew."""
-    before, _, rest = readme.partition(START)
-    return before + findings(paths) + rest.partition(END)[2]
+    before, start, rest = readme.partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"{README} must have the lines {START!r} and {END!r}; put them back.")
+    return before + findings(paths) + after
 
 
 def in_order() -> list[Path]:

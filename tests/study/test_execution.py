@@ -230,6 +230,29 @@ def test_diverged_seeds_are_warned_of_and_logged(tmp_path):
     assert "seeds 0 diverged" in (outcome.path / "log.txt").read_text()
 
 
+def test_a_sentence_with_nan_is_no_outcome(tmp_path):
+    for value, expected in (("nan", ""), ("2", "The line ends at 2 (nano).")):
+        study = dataclasses.replace(STUDY, outcome=lambda _, value=value: f"The line ends at {value} (nano).")
+        path = execute(study, out=tmp_path / value).path
+        assert read_claims(path).description.outcome == expected
+
+
+def test_a_figure_that_diverged_seeds_prevent_is_left_out_with_a_warning(tmp_path):
+    def draw(_):
+        raise ValueError("Data cannot be log-scaled")
+
+    study = dataclasses.replace(STUDY, figures={"broken": Drawing(draw, "No line."), **STUDY.figures})
+    with pytest.raises(ValueError, match="log-scaled"):  # nothing diverged: a defect of the study
+        execute(study, out=tmp_path / "intact")
+    with (
+        pytest.warns(UserWarning, match="seeds 0 diverged"),
+        pytest.warns(UserWarning, match="figure 1-broken is not drawn, seeds diverged"),
+    ):
+        outcome = execute(study, out=tmp_path / "diverged", config=Config(mode="lose"))
+    assert [claim["name"] for claim in outcome.claims] == ["end", "each", "later"]
+    assert {file.stem for file in (outcome.path / "figures").iterdir()} == {"2-line"}
+
+
 def test_a_run_describes_itself_and_a_changed_title_is_stored_without_a_new_run(tmp_path):
     path = execute(STUDY, out=tmp_path).path
     assert read_claims(path).description == Description("A line", "Euclid", about=STUDY.about, figures=["1-line"])

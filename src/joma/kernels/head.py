@@ -25,7 +25,6 @@ from joma.kernels.gpu import HALF, TRITON
 
 ROW_MULTIPLE = 64  # a length of rows that suits the tensor cores
 MIN_COMPILED_VOCABULARY = 1024  # below that, compiling the head does not pay off on CUDA
-MAX_KERNEL_VOCABULARY = 1 << 16  # tokens of a row up to which the kernel is used
 CACHED_LOGITS = 1 << 19  # logits that the CPU overwrites by their excess at once, while they are in its cache
 
 Flat = Float[Tensor, "seed sample width"]
@@ -63,7 +62,7 @@ class _Surprisal(torch.autograd.Function):
         gradients = any(ctx.needs_input_grad)
         dtype = torch.bfloat16 if x.is_cuda and torch.is_autocast_enabled("cuda") else x.dtype
         ctx.vocabulary = weight.shape[-1]
-        forward, _ = _passes(x, ctx.vocabulary, dtype)
+        forward, _ = _passes(x, dtype)
         nats, *saved = forward(x, weight, bias, target, dtype=dtype, gradients=gradients)
         if gradients:
             ctx.save_for_backward(*saved)
@@ -73,15 +72,15 @@ class _Surprisal(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Float[Tensor, "seed sample"]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, excess = ctx.saved_tensors
-        _, backward = _passes(x, ctx.vocabulary, x.dtype)
+        _, backward = _passes(x, x.dtype)
         return *backward(g, x, weight, excess, ctx.vocabulary), None
 
 
-def _passes(x: Tensor, vocabulary: int, dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the forward and the backward pass for the device, the vocabulary and the dtype of the products."""
+def _passes(x: Tensor, dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the forward and the backward pass for the device and the dtype of the products."""
     if not x.is_cuda:
         return _forward_by_seed, _backward_by_seed
-    use_kernel = TRITON and dtype in HALF and vocabulary <= MAX_KERNEL_VOCABULARY
+    use_kernel = TRITON and dtype in HALF
     return _forward_by_kernel if use_kernel else torch.compile(_forward_at_once), torch.compile(_backward_at_once)
 
 

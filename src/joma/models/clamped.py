@@ -3,7 +3,8 @@
 Attention is softmax(β q·k/√d) with one inverse temperature β for each layer and seed. The greater β, the lower the
 entropy: ∂H/∂ln β = −Var(ln p). Before every step a controller changes ln β by a damped step of Newton's method towards
 the layer's target of mean entropy on a fixed batch. So what attention attends to is free, and how sparse it is on
-average is not.
+average is not. On CUDA, where a captured step contains its controller, what is recorded at a step is measured before
+that step's correction, on the CPU after it.
 """
 
 from __future__ import annotations

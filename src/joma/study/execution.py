@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -265,11 +266,15 @@ def _judge_and_finish(study: Study, path: Path) -> tuple[list[dict[str, Any]], f
 
 
 def _outcome(study: Study, trajectory: xr.Dataset) -> str:
-    """Return what came out of a run in one sentence, or an empty text if the run lacks what the sentence is about."""
+    """Return what came out of a run in one sentence, or an empty text if the run lacks what the sentence is about.
+
+    A sentence with a number that is NaN, of seeds that diverged, says nothing either.
+    """
     try:
-        return study.outcome(trajectory) if study.outcome else ""
+        sentence = study.outcome(trajectory) if study.outcome else ""
     except NotInRun:
         return ""
+    return "" if re.search(r"\bnan\b", sentence) else sentence
 
 
 def _draw(study: Study, trajectory: xr.Dataset, path: Path, names: Sequence[str]) -> None:
@@ -281,10 +286,19 @@ def _draw(study: Study, trajectory: xr.Dataset, path: Path, names: Sequence[str]
         drawings.append((HIGHLIGHT, study.highlight.draw, study.highlight.alt))
     earlier = earlier_figures(path)
     for name, draw, caption in drawings:
-        with style():
-            figure = draw(trajectory)
-        save(figure, path / "figures" / name, caption=caption)
+        try:
+            with style():
+                figure = draw(trajectory)
+            save(figure, path / "figures" / name, caption=caption)
+        except ValueError as cause:
+            if not _has_diverged(trajectory):
+                raise
+            warnings.warn(f"{study.name}: figure {name} is not drawn, seeds diverged ({cause}).", stacklevel=3)
     clear(path / "figures", keep=[name for name, _, _ in drawings], earlier=earlier)
+
+
+def _has_diverged(trajectory: xr.Dataset) -> bool:
+    return "diverged" in trajectory and bool((trajectory.diverged >= 0).any())
 
 
 def _warn_of_diverged_seeds(result: xr.Dataset, run: Run) -> None:
