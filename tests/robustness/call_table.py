@@ -319,6 +319,7 @@ OTHERS: dict[str, dict[str, str]] = {
         "positions": "None",
     },
     "joma.models.DecoderConfig": _DECODER,
+    "joma.models.ClampedEntropyDecoder": {"config": DECODER, "generators": GENERATORS, "clamp_steps": "[[3]]"},
     "joma.models.FrozenAttentionDecoder": {"config": DECODER, "generators": GENERATORS, "freeze_steps": "[3]"},
     "joma.probes.adjacency": {"states": STATES, "nulls": "5", "generator": "torch.Generator().manual_seed(0)"},
     "joma.probes.attention_rows": _ATTENTION,

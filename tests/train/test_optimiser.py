@@ -109,7 +109,8 @@ def test_the_rule_of_cuda_is_that_of_the_cpu(name, seed, large, lost, **options)
     for key in SHAPES:
         torch.testing.assert_close(getattr(models[1], key), getattr(models[0], key), rtol=1e-11, atol=1e-11)
         for kind, own in rules[0].moments[key].items():
-            torch.testing.assert_close(rules[1].moments[key][kind][there], own[there], rtol=1e-11, atol=0)
+            # Where gradient and decay cancel, a moment is as small as the rounding of its summands, which are about 1.
+            torch.testing.assert_close(rules[1].moments[key][kind][there], own[there], rtol=1e-11, atol=1e-15)
             assert rules[1].moments[key][kind].isfinite().all()
 
 
