@@ -56,6 +56,18 @@ def as_floating(name: str, value: Any, *, expected: str, remedy: str) -> Tensor:
     return tensor
 
 
+def as_whole(name: str, value: Any, *, shape: tuple[int, ...], expected: str, remedy: str) -> Tensor:
+    """Return `value` as `as_tensor` does, if it has whole numbers or booleans and this shape.
+
+    >>> as_whole("steps", [3, 5], shape=(2,), expected="two steps", remedy="give two")
+    tensor([3, 5])
+    """
+    tensor = as_tensor(name, value, expected=expected, remedy=remedy)
+    if tensor.shape != shape or tensor.is_floating_point():
+        raise InputError(name, expected, f"{tensor.dtype} {tuple(tensor.shape)}", remedy)
+    return tensor
+
+
 def axis(name: str, value: Any, tensor: Tensor) -> int:
     """Return the number of an axis of `tensor`, which may count from the end; raise `InputError` if there is none.
 

@@ -21,7 +21,7 @@ from joma.arguments import InputError
 from joma.models.config import DecoderConfig
 from joma.models.layers import QueryPositions, QueryScale
 from joma.models.transformer import Decoder
-from joma.tensors import as_tensor
+from joma.tensors import as_whole
 
 GAIN = 0.8  # share of the excess that a step is meant to remove: somewhat less than Newton's method would
 MIN_SLOPE = 1e-3  # nats by ln β: below it attention is uniform or one-hot, and no temperature changes it
@@ -65,9 +65,7 @@ class ClampedEntropyDecoder(Decoder):
         shape = (len(generators), config.layers)
         expected = f"whole numbers [seed, layer] of shape {shape}"
         remedy = "give the step after which the entropy of each layer is clamped"
-        steps = as_tensor("clamp_steps", clamp_steps, expected=expected, remedy=remedy)
-        if steps.shape != shape or steps.is_floating_point():
-            raise InputError("clamp_steps", expected, f"{steps.dtype} {tuple(steps.shape)}", remedy)
+        steps = as_whole("clamp_steps", clamp_steps, shape=shape, expected=expected, remedy=remedy)
         if config.attention == "uniform":
             got, remedy = "uniform attention", "use trained attention"
             raise InputError("config", "attention that is not uniform", got, remedy, must="have")

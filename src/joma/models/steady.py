@@ -20,7 +20,7 @@ from joma.arguments import InputError
 from joma.models.config import DecoderConfig
 from joma.models.layers import Layer, QueryKeyOverride, QueryPositions
 from joma.models.transformer import Decoder
-from joma.tensors import as_tensor
+from joma.tensors import as_whole
 
 
 class FrozenAttentionDecoder(Decoder):
@@ -58,9 +58,8 @@ class FrozenAttentionDecoder(Decoder):
         super().__init__(config, generators=generators, **options)
         expected = f"a whole number for each of {len(generators)} seeds"
         remedy = "give the step from which each seed's attention is frozen"
-        steps = as_tensor("freeze_steps", freeze_steps, expected=expected, remedy=remedy)
-        if steps.shape != (len(generators),) or steps.is_floating_point():
-            raise InputError("freeze_steps", expected, f"{steps.dtype} {tuple(steps.shape)}", remedy)
+        shape = (len(generators),)
+        steps = as_whole("freeze_steps", freeze_steps, shape=shape, expected=expected, remedy=remedy)
         if config.attention == "uniform" or (self.positions is not None and self.positions.requires_grad):
             expected = "attention that is not uniform, and positions that are not learned"
             got = f"{config.attention} attention, {config.positions} positions"

@@ -12,7 +12,7 @@ from joma.verdicts import Verdict, count_by_kind
 Section = Mapping[str, Any]  # what the template shows of one run
 
 # The pictures of the first screen in their order, and the order in which outcomes are chosen for its sentences. There
-# is one picture more than there are sentences: that of Figure 3 is told if another is missing.
+# is one picture more than there are sentences: that of Figure 3 is used if another is missing.
 PICTURES = ("Figure 2", "Figure 3", "Figure 4", "WikiText-2", "Table 1", "Permutation")
 OUTCOMES = ("Figure 2", "Figure 4", "WikiText-2", "Table 1", "Permutation", "Figure 3")
 MAX_OUTCOMES = 5
@@ -70,10 +70,10 @@ def _verdicts(claims: Sequence[Mapping[str, Any]]) -> dict[Verdict, int]:
 
 
 def _outcomes(runs: Sequence[Section]) -> list[Section]:
-    """Return the runs whose outcomes are told first: those with a picture, then others in the order of the report."""
-    told = [section for section in runs if section["about"].outcome]
-    with_picture = _in_order([section for section in told if section["about"].highlight], OUTCOMES)
-    others = [section for section in told if not section["about"].highlight]
+    """Return the runs whose outcomes are shown first: those with a picture, then others in the order of the report."""
+    with_outcome = [section for section in runs if section["about"].outcome]
+    with_picture = _in_order([section for section in with_outcome if section["about"].highlight], OUTCOMES)
+    others = [section for section in with_outcome if not section["about"].highlight]
     return [*with_picture, *others][:MAX_OUTCOMES]
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 from jaxtyping import Float
-from scipy import special
 
-from joma.study import Expected, NotInRun, near
+from joma.study import Expected, NotInRun, mean_interval, near
 
 WIKITEXT2 = {"types": 28_782, "tokens": 2_049_990}  # of the training text, by torchtext's rules
 # Its number of tokens by torchtext's rules, which remove some: 103,227,021 words and line ends are in the raw text.
@@ -26,7 +25,6 @@ PUBLISHED_CURVES = Path(__file__).with_name("wikitext2.csv")  # 3 seeds, every 1
 PUBLISHED_LOSS = {1: 5.356, 2: 5.255, 5: 5.167, 10: 5.109}  # least validation loss by layers, mean of 3 seeds
 PUBLISHED_LOSS_103 = {1: 5.047, 2: 4.912, 5: 4.762, 10: 4.679}  # on WikiText-103; its seeds were not published
 FALL_STEPS = 4_000  # within which the attention of the one-layer model falls
-CONFIDENCE = 0.95
 
 
 def on_wikitext(run: xr.Dataset) -> bool:
@@ -125,8 +123,8 @@ def prediction_half_width(values: np.ndarray) -> float:
     >>> round(prediction_half_width(np.array([1.0, 2.0, 3.0])), 3)  # 4.303 √(2/3)
     3.513
     """
-    quantile = float(special.stdtrit(values.size - 1, (1 + CONFIDENCE) / 2))
-    return quantile * float(values.std(ddof=1)) * math.sqrt(2 / values.size)
+    low, high = mean_interval(values)  # two means differ by √2 times what one of them scatters
+    return (high - low) / math.sqrt(2)
 
 
 def loss_tolerance() -> float:

@@ -153,9 +153,12 @@ def compare(config: FlowConfig, generator: np.random.Generator) -> xr.Dataset:
     overlapping = generator.uniform(0.5, 1.5, size=(components, tokens))
     noise = _ball(generator, (components, config.samples // 2, tokens))
     mirrored = config.context_sigma * np.concatenate([noise, -noise], axis=1)
-    own = np.arange(tokens) % components == np.arange(components)[:, None]
-    disjoint = np.sqrt(components) * own * overlapping  # of about the same length
-    contexts = {"overlapping": overlapping[:, None] + mirrored, "disjoint": disjoint[:, None] + own[:, None] * mirrored}
+    in_centre = np.arange(tokens) % components == np.arange(components)[:, None]
+    disjoint = np.sqrt(components) * in_centre * overlapping  # of about the same length
+    contexts = {
+        "overlapping": overlapping[:, None] + mirrored,
+        "disjoint": disjoint[:, None] + in_centre[:, None] * mirrored,
+    }
     rows = [_solve_setting(config, name, contexts.get(name, contexts["disjoint"]), generator) for name in SETTINGS]
     compared = xr.concat(rows, dim="setting").assign_coords(setting=list(SETTINGS))
     return compared.assign(parted=parting_time(compared))
