@@ -1,5 +1,7 @@
-# make run: every study at its quick preset, and one HTML report that grows with them. make test: all tests. make check: what CI runs.
+# make run: every study at its quick preset, side by side, and one HTML report that grows with them. make test: all tests. make check: what CI runs.
+# make docs: the documentation site, in build/docs; ends with the path of its first page.
 # make torture: the long part of tests/robustness, in minutes; SCALE=0.1 tries a tenth, HARNESS=name one of them.
+# make dist: the wheel and the sdist of a release, checked, in dist/.
 PYTHON ?= python3
 OUT ?= runs
 # Another build of torch, in an environment of its own: make check VENV=.venv-torch TORCH=2.11.0
@@ -12,8 +14,10 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SCALE ?= 1
 HARNESS ?=
 export MPLBACKEND := agg
+# Packages are installed uncompiled, which halves the time: the first import compiles what it needs, and must keep it.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test torture check lint types contracts format reference runs-page benchmark clean
+.PHONY: run test torture check lint types contracts format reference runs-page scale docs benchmark dist clean
 
 run: $(VENV)/installed
 	@$(BIN)/joma run --out $(OUT) || test $$? -eq 1
@@ -48,11 +52,25 @@ runs-page: $(VENV)/developed
 	$(BIN)/joma judge docs/runs > /dev/null || test $$? -eq 1
 	$(BIN)/python docs/make_runs.py
 
+scale: $(VENV)/developed
+	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python docs/make_scale.py
+
+# -W: a warning ends the build with an error, after all of them are shown. -a: every page is written, as all show the contents.
+docs: $(VENV)/developed
+	$(BIN)/python -m sphinx -a -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo $(CURDIR)/build/docs/index.html
+
 benchmark: $(VENV)/developed
 	$(BIN)/python -m benchmarks
 
+dist: $(VENV)/developed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
 clean:
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist docs/api docs/findings
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -64,7 +82,7 @@ $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV) (the first time takes a minute or two) …"
-	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[hf]'
+	@$(PIP) install --no-compile --constraint $(CONSTRAINTS) --editable '.[hf]'
 	@touch $@
 
 $(VENV)/developed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python

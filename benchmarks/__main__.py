@@ -22,9 +22,13 @@ NAMES = (
     "watch",
     "activations",
     "series",
+    "probing",
     "weights",
     "symmetry",
     "storage",
+    "engine",
+    "side_by_side",
+    "lab",
 )
 
 

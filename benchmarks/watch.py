@@ -83,9 +83,10 @@ class TimedCallback(EntropyCallback):
 
     def _time(self, event: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Add the time of an event; only a probe leaves work on the device, for which the clock waits."""
-        start, before = synchronised(), self._probes()
+        before, start = self._probes(), synchronised()
         event(*args, **kwargs)
-        self.seconds += (synchronised() if self._probes() > before else perf_counter()) - start
+        end = perf_counter()
+        self.seconds += (synchronised() if self._probes() > before else end) - start
 
     def _probes(self) -> int:
         return 0 if self.recorder is None else len(self.recorder._probes)

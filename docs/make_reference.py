@@ -11,7 +11,7 @@ from typing import Any
 
 PAGE = Path(__file__).with_name("reference.md")
 PACKAGES = ("joma", "joma.theory", "joma.data", "joma.models", "joma.probes", "joma.train", "joma.watch", "joma.study",
-            "joma.studies", "joma.report")  # fmt: skip
+            "joma.studies", "joma.sweeps", "joma.engine", "joma.report")  # fmt: skip
 HEAD = """# Reference
 
 Every public name, once, with the first line of its docstring; `help(name)` has formula, arguments, returns and an

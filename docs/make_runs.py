@@ -23,8 +23,15 @@ HEAD = """# Runs at the papers' sizes
 
 Trajectories, configs and claims of the studies, to be opened, judged and drawn without a GPU. Each was made by the
 command that stands with it, on the commit that it names. This page is generated from them: `make runs-page`. The runs
-of `entropy-text`, `learning-rates`, `activation-control` and `invariant-text` are earlier ones: the name of the folder
-of their text and some of their commits were filled in by hand.
+of `entropy-text` and `learning-rates` are earlier ones: the name of the folder of their text and some of their commits
+were filled in by hand. The run of `bounce-cause` is one on the embedded text: that on WikiText-2 is still to be made,
+an estimated 16 minutes on an NVIDIA H200. The six runs of commit c1813c9df221 were made side by side on one GPU, so
+that most took longer than they do alone.
+
+So that all fit into 18 MB, `python docs/store_runs.py RUN…` compresses their trajectories and rounds large variables to
+float32's 23 binary digits, or to as many as leave every verdict, every sentence of what came out and every measured
+value the same to the digits that are printed. The attribute `rounded_to_bits` of a trajectory says which variables are
+rounded. `joma run` itself rounds nothing.
 
     joma judge docs/runs             # every claim, and figures beside each run
     joma report docs/runs            # one HTML file
@@ -37,16 +44,25 @@ In the commands `wikitext-2` is a folder with `train.txt`, `valid.txt` and `test
 is [deviation 15](../deviations.md).
 """
 README = FOLDER.parents[1] / "README.md"
-FINDINGS = ("entropy-text", "sparse-dense", "invariance")  # the studies that the README shows
+FINDINGS = ("entropy-text", "sparse-dense", "alignment")  # the studies that the README shows
+WHY = {  # the studies that answer the README's question, and what each is about
+    "ladder": "Solved exactly, then trained",
+    "bounce-cause": "On text",
+    "value-invariant": "What attention follows instead",
+}
+QUESTION = """JoMA credits the nonlinear activation: with a linear one the winner takes all. Our studies say otherwise.
+Where the loss reaches its least value, the entropy of attention ends at that of the optimum, with linear units too; it
+has bounced if it went below on the way ([docs/ladder.md](docs/ladder.md) has the proofs). The law that ties attention
+to weights is, in a Transformer, one about value vectors and not about the MLP, and what language models add to the
+block breaks it ([docs/value-path.md](docs/value-path.md))."""
 START, END = "<!-- findings: written by make runs-page -->", "<!-- end of findings -->"
 NOT_STORED = {
-    "alignment": "its run is still to be made, about 200 s on an NVIDIA H200",
-    "hierarchy-order": "its run is still to be made",
+    "ladder": "its run with all trained arms is still to be made; those take about an hour on one core",
     "bounce-control": "its run with the clamped arm is still to be made, about 730 s on an NVIDIA H200",
-    "addition": "its run is still to be made, about 900 s on an NVIDIA H200",
-    "position-emergence": "its run is still to be made",
     "pretrained": "needs checkpoints of OPT and Pythia from the hub",
 }
+# Fields that configs have got since a run was stored, with the value for what was computed then.
+FORMER = {"value_path": False}
 
 
 def command(path: Path) -> str:
@@ -59,7 +75,8 @@ def command(path: Path) -> str:
     if len(stored["seeds"]) != study.presets[preset].seeds:
         words += ["--seeds", str(len(stored["seeds"]))]
     usual = json.loads(json.dumps(dataclasses.asdict(study.presets[preset].config)))
-    for name, value in stored["config"].items():
+    former = {name: FORMER[name] for name in usual if name not in stored["config"]}
+    for name, value in {**stored["config"], **former}.items():
         if name in usual and value != usual[name]:
             words += ["--set", f"{name}={_as_option(value)}"]
     return shlex.join(words)
@@ -71,11 +88,12 @@ def _as_option(value: Any) -> str:
 
 def paragraph(text: str) -> str:
     """Return a text as lines of at most 118 characters."""
-    return textwrap.fill(" ".join(text.split()), 118, break_on_hyphens=False, break_long_words=False)
+    whole = " ".join(text.split()).replace(" %", "\0%")  # a number and its sign stay on one line
+    return textwrap.fill(whole, 118, break_on_hyphens=False, break_long_words=False).replace("\0", " ")
 
 
-def section(path: Path) -> Iterator[str]:
-    """Yield the parts of the page about one run."""
+def section(path: Path, pictures: str = PICTURES.name) -> Iterator[str]:
+    """Yield the parts of the page about one run; `pictures` is their folder as seen from the page."""
     study, stored, run = load(path.parent.name), read_claims(path), open_run(path)
     seeds, commit = len(read_config(path)["seeds"]), run.attrs["git_commit"][:12]
     yield f"## {study.name}: {stored.description.title}"
@@ -83,13 +101,10 @@ def section(path: Path) -> Iterator[str]:
     yield paragraph(f"{study.statement} ({study.source})")
     yield paragraph(f"**What came out.** {stored.description.outcome}")
     caption = next(iter(study.figures.values())).caption
-    yield f"![{alt_text(study)}](pictures/{study.name}.png)"
+    yield f"![{alt_text(study)}]({pictures}/{study.name}.png)"
     yield paragraph(caption)
-    seconds, device = stored.wall_time, run.attrs["device"].removeprefix("cuda: ")
     plural = "s" * (seeds > 1)
-    yield paragraph(
-        f"{seeds} seed{plural}, {seconds:.0f} s on {device}; commit {commit}; stored in `{relative(path)}`."
-    )
+    yield paragraph(f"{seeds} seed{plural}, {_cost(path)}; commit {commit}; stored in `{relative(path)}`.")
     yield "\n".join(claims_table(stored.claims))
 
 
@@ -135,7 +150,12 @@ def costs(paths: list[Path]) -> Iterator[str]:
         if name not in stored:
             yield f"| {name} | not run: {NOT_STORED[name]} | {full} |"
         elif _is_reduced(stored[name]):
-            yield f"| {name} | `{command(stored[name])}` | {full} |"
+            yield f"| {name} | `{command(stored[name])}`, {_cost(stored[name])} | {full} |"
+
+
+def _cost(path: Path) -> str:
+    """Return how long a stored run took, and on what."""
+    return f"{read_claims(path).wall_time:.0f} s on {open_run(path).attrs['device'].removeprefix('cuda: ')}"
 
 
 def _is_reduced(path: Path) -> bool:
@@ -161,15 +181,27 @@ def page(paths: list[Path]) -> str:
 
 
 def findings(paths: list[Path]) -> str:
-    """Return the part of the README that shows what came out: three pictures, a sentence each, and counts by kind."""
+    """Return the part of the README that shows what came out: pictures, a few sentences each, and counts by kind."""
     stored = {path.parent.name: path for path in paths}
     parts = [START]
     for name in FINDINGS:
         description = read_claims(stored[name]).description
         parts += [f"### {description.title}", paragraph(description.outcome)]
         parts.append(f"![{alt_text(load(name))}](docs/runs/pictures/{name}.png)")
-    parts += ["Claims of all stored runs, by kind:", "\n".join(counts(paths)), END]
+    parts += [*why(stored), "Claims of all stored runs, by kind:", "\n".join(counts(paths)), END]
     return "\n\n".join(parts)
+
+
+def why(stored: dict[str, Path]) -> Iterator[str]:
+    """Yield what the README says about the return of attention: what each study came to, and a picture."""
+    yield "### Why does attention become dense again?"
+    yield paragraph(QUESTION)
+    for name, subject in WHY.items():
+        if name in stored:
+            yield paragraph(f"**{subject}** (`{name}`). {read_claims(stored[name]).description.outcome}")
+    first = next(iter(WHY))
+    if first in stored:
+        yield f"![{alt_text(load(first))}](docs/runs/pictures/{first}.png)"
 
 
 def with_findings(readme: str, paths: list[Path]) -> str:

@@ -44,3 +44,18 @@ def series_data(layer_count: int = 2) -> xr.Dataset:
 def single_data() -> xr.Dataset:
     """Return the model at step 8 alone."""
     return series_data().isel(step=[2]).drop_vars(["bounce_p_value", "bounce_depth", "bounce_chance"])
+
+
+def with_heads(data: xr.Dataset) -> xr.Dataset:
+    """Return the data with head laws: drifts of 0.1 and 0.2, and of 0.6 between different heads, at the last step."""
+    steps, layers = data.sizes["step"], data.sizes["layer"]
+    course = np.linspace(0.5, 1.0, steps)[:, None, None] + np.zeros((layers, 2)) + np.array([-0.05, 0.05])
+    variables = {}
+    for law, value in (("query_key", 0.1), ("value_output", 0.2)):
+        for ending, size in (("", value), ("_others", 0.6)):
+            variables[f"{law}_imbalance{ending}"] = (("step", "module", "key_head"), size / 2 * course)
+            if steps > 1:
+                drift = np.where(np.arange(steps)[:, None, None] > 0, size * course, np.nan)
+                variables[f"{law}_drift{ending}"] = (("step", "module", "key_head"), drift)
+    names = {"module": [f"h.{layer}.attn" for layer in range(layers)], "key_head": [0, 1]}
+    return data.assign(variables).assign_coords(names)

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -9,45 +8,17 @@ from pathlib import Path
 import pytest
 
 import toy_study
-from joma import cli, studies
+from command_line import joma
+from joma import __version__, cli
 from joma.files import lock
 from joma.manifest import write_manifest
-from joma.studies import catalogue
-from joma.study import execute
+from offered_studies import offer
 
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setattr(catalogue, "STUDIES", {"toy": "toy_study"})
-    monkeypatch.setattr(studies, "STUDIES", {"toy": "toy_study"}, raising=False)
+    offer(monkeypatch, {"toy": "toy_study"})
     monkeypatch.setenv("COLUMNS", "120")
-
-
-def joma(*args, capsys):
-    code = cli.main([str(arg) for arg in args])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_run_prints_said_measured_and_verdict(tmp_path, capsys):
-    code, out, err = joma("run", "--out", tmp_path, capsys=capsys)
-    assert code == 0
-    assert "The line ends at 2." in out
-    assert "2 ± 0.05" in out
-    assert "2.01 ± 0.01" in out
-    assert "2 to 2.02" in out
-    assert "not tested" in out
-    assert err == ""
-
-
-def test_a_claim_that_does_not_hold_is_exit_1(tmp_path, capsys):
-    code, out, _ = joma("run", "toy", "--out", tmp_path, "--set", "slope=1.0", "--json", capsys=capsys)
-    assert code == 1
-    (outcome,) = json.loads(out)
-    assert outcome["failed"] == 2
-    assert json.loads((tmp_path / "toy" / os.listdir(tmp_path / "toy")[0] / "config.json").read_text())["config"][
-        "slope"
-    ] == pytest.approx(1.0)
 
 
 def test_judge_judges_and_draws_what_is_stored(tmp_path, capsys):
@@ -100,16 +71,6 @@ def test_judge_leaves_what_it_cannot_judge_and_goes_on(tmp_path, capsys, spoil, 
     assert {path: path.read_bytes() for path in (tmp_path / "toy" / "a").rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(("interrupted", "expected"), [(False, (2, 2)), (True, (130, 1))])
-def test_no_other_study_begins_after_ctrl_c_even_if_saving_failed(interrupted, expected, tmp_path, capsys, monkeypatch):
-    joma("run", "toy", "--out", tmp_path, capsys=capsys)
-    (file,) = tmp_path.rglob("config.json")
-    monkeypatch.setattr("joma.train.interrupt.was_interrupted", lambda: interrupted)
-    with lock(file.parent):
-        code, _, err = joma("run", "toy", "toy", "--out", tmp_path, capsys=capsys)
-    assert (code, err.count("is locked by another process")) == expected
-
-
 def test_judge_goes_on_beside_a_run_that_is_held(tmp_path, capsys):
     joma("run", "toy", "--out", tmp_path, capsys=capsys)
     joma("run", "toy", "--out", tmp_path, "--seeds", 2, capsys=capsys)
@@ -130,35 +91,6 @@ def rewrite(path, before, after):
 def edit(file, before, after):
     assert before in file.read_text()
     file.write_text(file.read_text().replace(before, after))
-
-
-def test_set_parses_lists_and_repeats(tmp_path, capsys):
-    args = ("run", "toy", "--out", tmp_path, "--set", "levels=1,2.5,3", "--set", "points=7", "--seeds", 1, "--json")
-    code, out, _ = joma(*args, capsys=capsys)
-    assert code == 0
-    config = json.loads((tmp_path / json.loads(out)[0]["path"] / "config.json").read_text())
-    assert config["config"]["levels"] == [1, 2.5, 3]
-    assert config["config"]["points"] == 7
-    assert config["seeds"] == [0]
-
-
-@pytest.mark.parametrize(
-    ("change", "key", "value"),
-    [
-        ("bold=True", "bold", True),
-        ("bold=true", "bold", True),
-        ("bold=False", "bold", False),
-        ("names=a,b c", "names", ["a", "b c"]),
-        ("names=", "names", []),
-        ("names=None", "names", None),
-        ("levels=", "levels", []),
-    ],
-)
-def test_set_parses_switches_and_lists_that_may_be_none_or_empty(tmp_path, capsys, change, key, value):
-    code, out, _ = joma("run", "toy", "--out", tmp_path, "--set", change, "--json", capsys=capsys)
-    assert code == 0
-    config = json.loads((tmp_path / json.loads(out)[0]["path"] / "config.json").read_text())
-    assert config["config"][key] == value
 
 
 @pytest.mark.parametrize(
@@ -198,22 +130,6 @@ def test_usage_errors_keep_the_box_and_exit_2(args, tmp_path, capsys, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_folder_that_is_a_file(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    code, _, err = joma("run", "--out", tmp_path / "file", capsys=capsys)
-    assert code == 2
-    assert err.startswith("joma: cannot write ")
-    assert err.count("\n") == 1
-
-
-def test_a_run_that_another_process_holds_is_exit_2(tmp_path, capsys):
-    _, out, _ = joma("run", "--out", tmp_path, "--json", capsys=capsys)
-    with lock(Path(json.loads(out)[0]["path"])):
-        code, _, err = joma("run", "--out", tmp_path, capsys=capsys)
-    assert code == 2
-    assert "locked by another process" in err
-
-
 def test_a_trajectory_cut_short_is_exit_2_for_run_and_report(tmp_path, capsys):
     joma("run", "--out", tmp_path, capsys=capsys)
     (file,) = tmp_path.rglob("trajectory.nc")
@@ -223,15 +139,6 @@ def test_a_trajectory_cut_short_is_exit_2_for_run_and_report(tmp_path, capsys):
         assert code == 2
         assert "trajectory.nc is cut short or altered" in err
     assert file.stat().st_size == 500
-
-
-def test_defects_and_interrupts_have_their_own_codes(tmp_path, capsys):
-    code, _, err = joma("run", "--out", tmp_path, "--set", "mode=crash", capsys=capsys)
-    assert code == 3
-    assert "internal error (RuntimeError)" in err
-    code, _, err = joma("run", "--out", tmp_path, "--set", "mode=interrupt", capsys=capsys)
-    assert code == 130
-    assert err.count("\n") == 1
 
 
 def test_list(capsys):
@@ -260,34 +167,6 @@ def test_report_is_one_file_with_everything_inside(tmp_path, capsys):
     assert "what does not hold" in page
 
 
-def test_the_report_is_there_after_the_first_study_and_grows(tmp_path, capsys, monkeypatch):
-    states = []
-
-    def execute_and_look(*args, **options):
-        states.append((tmp_path / "report.html").exists())
-        return execute(*args, **options)
-
-    monkeypatch.setattr("joma.study.execute", execute_and_look)
-    code, out, _ = joma("run", "toy", "toy", "--out", tmp_path, capsys=capsys)
-    assert (code, states) == (0, [False, True])
-    page = tmp_path / "report.html"
-    assert out.count(f"The report grows with every study: {page}\n") == 1
-    assert out.endswith(f"The report: {page}\n")
-    assert out.count(str(page)) == 2
-    before = page.stat().st_mtime_ns
-    code, out, _ = joma("run", "toy", "--out", tmp_path, "--json", capsys=capsys)
-    assert (code, len(json.loads(out))) == (0, 1)
-    assert page.stat().st_mtime_ns > before
-
-
-def test_a_report_that_cannot_be_written_does_not_stop_the_studies(tmp_path, capsys):
-    (tmp_path / "report.html").mkdir()
-    code, out, err = joma("run", "toy", "--out", tmp_path, capsys=capsys)
-    assert (code, "The line ends at 2." in out) == (0, True)
-    assert err.count("\n") == 1
-    assert "joma: the report was not written: " in err
-
-
 def test_a_run_is_headed_by_the_title_of_its_preset(tmp_path, capsys, monkeypatch):
     preset = dataclasses.replace(toy_study.STUDY.presets["quick"], title="Half a line")
     study = dataclasses.replace(toy_study.STUDY, presets=toy_study.STUDY.presets | {"quick": preset})
@@ -295,6 +174,16 @@ def test_a_run_is_headed_by_the_title_of_its_preset(tmp_path, capsys, monkeypatc
     for arguments in (("run", "--out", tmp_path), ("judge", tmp_path)):
         assert "toy: Half a line" in joma(*arguments, capsys=capsys)[1]
     assert "toy: A line" in joma("run", "--preset", "paper", "--out", tmp_path, capsys=capsys)[1]
+
+
+def test_the_version_is_one_line_and_stands_in_the_help(capsys):
+    assert joma("--version", capsys=capsys) == (0, f"joma {__version__}\n", "")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["--version", "list"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert "joma --version" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("code", ["import joma", "from joma import cli; cli.main(['--help'])"])

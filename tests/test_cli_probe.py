@@ -10,7 +10,8 @@ import torch
 from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
-from joma import cli
+from command_line import joma
+from inline_engine import InlineEngine
 from joma.runs import open_run
 from joma.watch import configs
 
@@ -24,12 +25,6 @@ def wide(monkeypatch):
 def blank(monkeypatch):
     """Draw empty figures, for tests of anything else."""
     monkeypatch.setattr("joma.report.probe.draw", lambda _: Figure(figsize=(1, 1)))
-
-
-def joma(*args, capsys):
-    code = cli.main([str(arg) for arg in args])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +62,28 @@ def test_probe_a_series(checkpoints, tmp_path, capsys, monkeypatch):
     answer = json.loads(out)
     assert answer["faults"] == []
     assert answer["entropy"][0]["start"] == pytest.approx(float(trajectory.entropy.isel(step=0).mean()))
+
+
+@pytest.mark.usefixtures("blank")
+def test_probe_a_series_on_an_engine(checkpoints, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("joma.engine.LocalEngine", lambda *_, **__: InlineEngine())
+    answers = []
+    for options in ((), ("--jobs", "2"), ("--engine", "local", "--gpus-per-run", "0.5")):
+        out = tmp_path / str(len(answers))
+        code, answer, err = joma("probe", checkpoints, *options, "--out", out, "--json", capsys=capsys)
+        assert (code, err) == (0, "")
+        answers.append({key: value for key, value in json.loads(answer).items() if key not in ("out", "page")})
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("option", [("--address", "auto"), ("--gpus-per-run", "1.0")])
+def test_options_of_engines_need_an_engine(option, checkpoints, tmp_path, capsys):
+    code, _, err = joma("probe", checkpoints, *option, "--out", tmp_path, capsys=capsys)
+    assert (code, err) == (
+        2,
+        f"joma: `{option[0]}` must be left out without --engine, got {option[1]}; "
+        "add --engine local or --engine ray.\n",
+    )
 
 
 @pytest.mark.usefixtures("blank")

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 import toy_study
-from joma import cli, studies
+from joma import cli
 from joma.runs import open_run
-from joma.studies import catalogue
+from offered_studies import offer
 
 HOSTILE = "\x1b[2J[bold]\n\u202e"
 
@@ -32,8 +32,8 @@ def twins(monkeypatch):
 
     other = dataclasses.replace(toy_study.STUDY, name="exhausts", run=run)
     monkeypatch.setitem(sys.modules, "toy_twin", SimpleNamespace(STUDY=other))
-    for module in (catalogue, studies):
-        monkeypatch.setattr(module, "STUDIES", {"exhausts": "toy_twin", "toy": "toy_study"}, raising=False)
+    offer(monkeypatch, {"exhausts": "toy_twin", "toy": "toy_study"})
+    monkeypatch.setattr("joma.commands.run.default_jobs", lambda _: 1)  # other processes do not know these studies
     monkeypatch.setenv("COLUMNS", "120")
 
 

@@ -19,9 +19,11 @@ from joma.drawing import (
     canvas,
     clear,
     evenly_spaced,
+    fixed_canvas,
     letters,
     marker,
     measured,
+    png,
     save,
     series,
     style,
@@ -44,6 +46,25 @@ def test_a_canvas_has_panels_of_the_given_size_in_the_style():
     assert panels[0, 0].get_shared_x_axes().joined(panels[0, 0], panels[1, 2])
     assert not panels[0, 0].spines["top"].get_visible()
     assert panels[0, 0].xaxis.get_gridlines()[0].get_visible()
+
+
+def test_a_fixed_canvas_leaves_its_panels_in_place_whatever_is_drawn():
+    places = []
+    for label in ("y", "a label that is much\nwider"):
+        figure, panels = fixed_canvas(2, 2, width=3.0, height=2.0)
+        panels[0, 0].set(ylabel=label, title=label)
+        png(figure)
+        places.append([panel.get_position().bounds for panel in panels.flat])
+    assert places[0] == places[1]
+    assert figure.get_size_inches().tolist() == [6.0, 4.0]
+    assert not panels[0, 0].spines["top"].get_visible()
+
+
+def test_a_png_has_the_size_of_the_figure_and_the_same_bytes_each_time():
+    first, second = (png(fixed_canvas(1, 2, width=3.0, height=2.0)[0]) for _ in range(2))
+    assert first == second
+    assert first.startswith(b"\x89PNG")
+    assert [int.from_bytes(first[start : start + 4]) for start in (16, 20)] == [660, 220]  # at 110 dots per inch
 
 
 def test_the_style_ends_with_its_block():
@@ -152,6 +173,9 @@ def test_a_figure_is_saved_as_pictures_and_caption_with_the_same_bytes_each_time
     assert first["1-line.svg"].startswith(b"<?xml")
     assert first["1-line.pdf"].startswith(b"%PDF")
     assert first["1-line.txt"] == b"A line.\n"
+    written = save(drawn_figure(), tmp_path / "first" / "1-line", caption="A line.", pdf=False)
+    assert sorted(written) == sorted((tmp_path / "first").iterdir())  # the earlier PDF is gone
+    assert {path.name: path.read_bytes() for path in written} == {n: second[n] for n in ("1-line.svg", "1-line.txt")}
 
 
 def test_only_saved_figures_that_are_not_kept_are_removed(tmp_path):

@@ -175,6 +175,14 @@ def test_devices_agree_exactly():
     assert on_cuda.cpu().equal(on_cpu)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_devices_agree_at_steps_that_are_numbers():
+    seeds = torch.tensor([0, 5])
+    for step in (0, 3, 4, 2**33 + 7, -1):
+        assert noise.key(seeds.cuda(), step).cpu().equal(noise.key(seeds, step))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -94,10 +94,3 @@ def test_a_usage_error_shows_arguments_without_control_characters(capsys):
     error = capsys.readouterr().err
     assert r"\x1b[31mred\n" in error
     assert error.replace("\n", "").isprintable()
-
-
-def test_a_long_message_loses_its_middle(capsys):
-    cli.complain("a" * 100_000 + " the end")
-    line = capsys.readouterr().err
-    assert len(line) < cli.MAX_LINE + 20
-    assert line.endswith("a the end\n")

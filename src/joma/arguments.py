@@ -287,6 +287,20 @@ def _whole_number(name: str, value: Any, bounds: str) -> int:
     return int(number)
 
 
+def whole_array(name: str, value: Any, *, ndim: int, low: int, high: int) -> np.ndarray:
+    """Return `value` as an int64 array of whole numbers in [low, high], or raise `InputError`.
+
+    >>> whole_array("counts", [[2, 0], [1.0, 1]], ndim=2, low=0, high=9)
+    array([[2, 0],
+           [1, 1]])
+    """
+    array = real(name, value, ndim=ndim, low=low, high=high)
+    fractions = array[array != np.rint(array)]
+    if fractions.size:
+        raise InputError(name, "whole numbers", f"{fractions[0]:.6g}", "round them first")
+    return array.astype(np.int64)
+
+
 def described(value: Any) -> str:
     """Return what a value is, for a message: arrays by shape and type, short values as they are written.
 

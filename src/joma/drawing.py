@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from joma.files import list_folder, remove, write_text, write_whole
 # The colours of Okabe and Ito, roughly from dark to light. Some have the same grey: line styles and markers differ too.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-FORMATS = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # no dates: equal figures must be equal bytes
+PDF = ".pdf"
+FORMATS = {".svg": {"Date": None}, PDF: {"CreationDate": None}}  # no dates: equal figures must be equal bytes
 CAPTION = ".txt"
 NUMBERED = r"\d+-[^/\0]+"  # the names of figures, without suffix
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -76,6 +78,33 @@ def canvas(rows: int = 1, columns: int = 1, *, width: float = 3.4, height: float
     with style():
         figure = Figure(figsize=(width * columns, height * rows))
         return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def fixed_canvas(rows: int = 1, columns: int = 1, *, width: float = 3.4, height: float = 2.6, **options: Any) -> tuple:
+    """Return a Figure and its Axes as `canvas` does, with margins that do not depend on what is drawn.
+
+    It has few ticks and is drawn in two thirds of the time. Panels stay where they are from one picture to the next, as
+    they must in pictures that answer a slider.
+
+    >>> figure, axes = fixed_canvas(1, 2)
+    >>> figure.get_layout_engine() is None
+    True
+    """
+    across, down = width * columns, height * rows
+    margins = {
+        "left": 0.6 / across,
+        "right": 1 - 0.12 / across,
+        "bottom": 0.45 / down,
+        "top": 1 - 0.3 / down,
+        "wspace": 0.72 / (width - 0.72),
+        "hspace": 0.75 / (height - 0.75),
+    }
+    with mpl.rc_context(STYLE | {"figure.constrained_layout.use": False}):
+        figure = Figure(figsize=(across, down))
+        axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw=margins, **options)
+        for panel in axes.flat:
+            panel.locator_params(nbins=5)  # ticks are half of the time that a small figure takes
+    return figure, axes
 
 
 def series(index: int) -> dict[str, Any]:
@@ -156,13 +185,27 @@ def letters(axes: np.ndarray) -> None:
         panel.set_title("", loc="center")
 
 
-def save(figure: Figure, stem: Path, *, caption: str) -> list[Path]:
-    """Write `stem.svg` for the report, `stem.pdf` for a paper, the caption as `stem.txt`; return these paths."""
+def save(figure: Figure, stem: Path, *, caption: str, pdf: bool = True) -> list[Path]:
+    """Write `stem.svg` for the report, `stem.pdf` for a paper, the caption as `stem.txt`; return these paths.
+
+    Without `pdf` only the other two: it takes longer than the rest, mostly for its fonts. An earlier one is removed.
+    """
+    suffixes = [suffix for suffix in FORMATS if pdf or suffix != PDF]
+    if not pdf:
+        remove(stem.with_suffix(PDF))
     with style():
-        for suffix, metadata in FORMATS.items():
-            write_whole(stem.with_suffix(suffix), partial(figure.savefig, metadata=metadata))
+        for suffix in suffixes:
+            write_whole(stem.with_suffix(suffix), partial(figure.savefig, metadata=FORMATS[suffix]))
     write_text(stem.with_suffix(CAPTION), caption + "\n")
-    return [stem.with_suffix(suffix) for suffix in (*FORMATS, CAPTION)]
+    return [stem.with_suffix(suffix) for suffix in (*suffixes, CAPTION)]
+
+
+def png(figure: Figure) -> bytes:
+    """Return a figure as the bytes of a PNG file, in the style of the reports, for a page that shows it at once."""
+    content = BytesIO()
+    with mpl.rc_context(STYLE | {"savefig.bbox": None}):  # to find the tight box takes as long as the drawing
+        figure.savefig(content, format="png", metadata={"Software": None}, pil_kwargs={"compress_level": 1})
+    return content.getvalue()
 
 
 def clear(folder: Path, *, keep: Collection[str], earlier: Collection[str] = ()) -> None:

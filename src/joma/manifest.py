@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -53,14 +53,14 @@ class Manifest:
         identity: what they belong to, such as study, version, config and seeds of a run.
         complete: whether everything is there; if not, the work that writes the rest was interrupted.
         files: by name, relative to the folder.
-        remedy: what to do if one is damaged, for errors.
+        remedy: what to do if one is damaged, for errors; a function of the file if it depends on which one.
     """
 
     folder: Path
     identity: Mapping[str, Any]
     complete: bool
     files: Mapping[str, Entry]
-    remedy: str = "restore it"
+    remedy: str | Callable[[Path], str] = "restore it"
 
     def check(self, names: Iterable[str] | None = None) -> None:
         """Check the named files, all if None; raise `DamagedFile` for the first that is not what was written."""
@@ -124,7 +124,11 @@ class Manifest:
             raise self._damaged(name, "is altered since it was written")
 
     def _damaged(self, name: str, problem: str) -> DamagedFile:
-        return DamagedFile(self.folder / name, problem, self.remedy)
+        return DamagedFile(self.folder / name, problem, _remedy(self.remedy, self.folder / name))
+
+
+def _remedy(remedy: str | Callable[[Path], str], file: Path) -> str:
+    return remedy if isinstance(remedy, str) else remedy(file)
 
 
 def write_manifest(
@@ -203,12 +207,29 @@ def _digest(digest: Any, path: Path, spans: Iterable[tuple[int, int]]) -> str:
     return digest.hexdigest()
 
 
-def read_manifest(folder: Path, *, remedy: str = "restore it") -> Manifest | None:
+def read_manifest(folder: Path, *, remedy: str | Callable[[Path], str] = "restore it") -> Manifest | None:
     """Read the manifest of a folder, None if it has none; raise `DamagedFile` if it is not what was written."""
-    path = folder / MANIFEST
-    damaged = DamagedFile(path, "is cut short or altered since it was written", remedy)
     try:
-        text = _read_text(path)
+        with open_file(folder / MANIFEST) as file:
+            content = file.read(MAX_JSON + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as cause:
+        raise read_error(folder / MANIFEST, cause) from None
+    return parse_manifest(folder, content, remedy=remedy)
+
+
+def parse_manifest(folder: Path, serialised: bytes, *, remedy: str | Callable[[Path], str] = "restore it") -> Manifest:
+    """Return the manifest of a folder from its bytes; raise `DamagedFile` if they are not what was written.
+
+    Bytes that are far too many for a manifest are not parsed.
+    """
+    path = folder / MANIFEST
+    damaged = DamagedFile(path, "is cut short or altered since it was written", _remedy(remedy, path))
+    if len(serialised) > MAX_JSON:
+        raise damaged
+    try:
+        text = serialised.decode("utf-8")
         content = json.loads(text)
         del content["sha256"]
         if text != _serialised(content):
@@ -217,26 +238,13 @@ def read_manifest(folder: Path, *, remedy: str = "restore it") -> Manifest | Non
             raise DamagedFile(path, f"has the format {content['format']}, not {FORMAT}", "update joma")
         files = {name: _parsed_entry(**entry) for name, entry in content["files"].items()}
         identity, complete = dict(content["identity"]), bool(content["complete"])
-    except FileNotFoundError:
-        return None
     except DamagedFile:
         raise
-    except OSError as cause:
-        raise read_error(path, cause) from None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise damaged from None
     if not all(map(_is_inside, files)):
         raise damaged
     return Manifest(folder, identity, complete, files, remedy)
-
-
-def _read_text(path: Path) -> str:
-    """Return the text of a manifest; a file that is far too long for one is not read."""
-    with open_file(path) as file:
-        content = file.read(MAX_JSON + 1)
-    if len(content) > MAX_JSON:
-        raise ValueError("too long")
-    return content.decode("utf-8")
 
 
 def _serialised(content: Mapping[str, Any]) -> str:

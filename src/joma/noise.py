@@ -77,8 +77,10 @@ def key(seeds: Tensor, step: Tensor | int) -> Int[Tensor, "2 seed"]:
     else:
         step = whole("step", step, low=-MAX_WHOLE - 1)
     seeds = seeds.long()
-    words = torch.compile(_words) if seeds.is_cuda else _words  # on CUDA, one launch instead of fifty
-    return words(seeds, step)
+    if not seeds.is_cuda:
+        return _words(seeds, step)
+    # One launch instead of fifty. The compiler would make a number that changes symbolic, and cannot shift it.
+    return torch.compile(_words)(seeds, torch.as_tensor(step, device=seeds.device))
 
 
 def split(key: Int[Tensor, "2 seed"], count: int) -> Int[Tensor, "{count} 2 seed"]:

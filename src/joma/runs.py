@@ -45,6 +45,7 @@ from joma.stamp import now, provenance
 from joma.verdicts import present_form
 
 TRAJECTORY, CONFIG, CLAIMS, FIGURES = "trajectory.nc", "config.json", "claims.json", "figures"
+SHARDS, OF_SEEDS = "shards", "of_seeds"  # the folder of a run's shards; what only the identity of a shard has
 HIGHLIGHT = "0-highlight"  # the name of the small picture for the report's first screen, without suffix
 LARGE_ARRAY = 1 << 22  # bytes; a larger array is read while its checksum is computed, not after it
 
@@ -95,18 +96,12 @@ class Run:
     @property
     def identity(self) -> dict[str, Any]:
         """What distinguishes this run from others: study, version, config and seeds."""
-        return {
-            "study": self.study,
-            "version": self.version,
-            "config": dict(self.config),
-            "seeds": list(self.seeds),
-        }
+        return {"study": self.study, "version": self.version, "config": dict(self.config), "seeds": list(self.seeds)}
 
     @property
     def path(self) -> Path:
         """The folder, `OUT/<study>/<hash>`."""
-        text = json.dumps(self.identity, sort_keys=True)
-        return self.out / self.study / short_hash(text, 12)
+        return self.out / self.study / short_hash(json.dumps(self.identity, sort_keys=True), 12)
 
     @property
     def label(self) -> dict[str, str]:
@@ -136,8 +131,9 @@ class Run:
 
     @property
     def _holds_results(self) -> bool:
-        """Whether a checkpoint or the trajectory is stored, which took time to compute."""
-        return os.path.lexists(self.path / TRAJECTORY) or any(self.path.glob("checkpoints/*/*"))
+        """Whether a checkpoint, a shard or the trajectory is stored, which took time to compute."""
+        places = ("checkpoints/*/*", f"{SHARDS}/*")
+        return os.path.lexists(self.path / TRAJECTORY) or any(any(self.path.glob(place)) for place in places)
 
     def _missing_folders(self) -> list[Path]:
         """Return the folders that have to be made for the run, the innermost first; refuse one that is itself a run."""
@@ -146,7 +142,8 @@ class Run:
                 raise StorageError(f"{self.out} is itself a run; choose a folder that holds runs with `--out`.")
             if any(self.out.glob(f"*/{CONFIG}")):
                 raise StorageError(f"{self.out} holds the runs of one study; choose the folder above it with `--out`.")
-            return [folder for folder in (self.path, self.path.parent, self.out) if not folder.exists()]
+            folders = [folder for folder in (self.path, *self.path.parents) if folder.is_relative_to(self.out)]
+            return [folder for folder in folders if not folder.exists()]
         except StorageError:
             raise
         except OSError as cause:  # a folder that may not be searched, or a name that is too long
@@ -167,7 +164,7 @@ class Run:
     def stage(self) -> Literal["begun", "trained", "finished"]:
         """How far the run has come: nothing is stored for good, the trajectory is, or everything is."""
         adopt(self.path)
-        manifest = read_manifest(self.path, remedy=_restore(self.path))
+        manifest = read_manifest(self.path, remedy=_restore)
         if manifest is None:
             return "begun"
         return "finished" if manifest.complete else "trained"
@@ -177,11 +174,13 @@ class Run:
         write_json(self.path / CONFIG, {**self.identity, "preset": preset})
         self.log(f"begun: {self.study}, version {self.version}, preset {preset}, seeds {list(self.seeds)}")
 
-    def save(self, trajectory: xr.Dataset, *, device: str, wall_time: float) -> None:
-        """Stamp provenance on `trajectory` and write it, and a manifest that is not complete yet."""
-        stamp = provenance() | {"device": device, "wall_time_s": f"{wall_time:.3f}"}
+    def save(
+        self, trajectory: xr.Dataset, *, device: str, wall_time: float, stamp: Mapping[str, str] | None = None
+    ) -> None:
+        """Stamp provenance on `trajectory`, this process's if `stamp` is None; write it and the manifest."""
+        stamp = {**(stamp or provenance()), "device": device, "wall_time_s": f"{wall_time:.3f}"}
         write_trajectory(self.path / TRAJECTORY, trajectory.assign_attrs({**_attributes(self.identity), **stamp}))
-        _write_stage(self.path, complete=False)
+        _write_stage(self.path, complete=OF_SEEDS in self.identity)
 
     def log(self, line: str) -> None:
         """Append one line, with the time, to `log.txt`."""
@@ -226,12 +225,8 @@ def reopen(path: Path) -> None:
 
 def finish(path: Path, stored: StoredClaims) -> None:
     """Write `claims.json` and the complete manifest, which ends the run; its figures are in place."""
-    content = {
-        "wall_time_s": round(stored.wall_time, 3),
-        "description": asdict(stored.description),
-        "claims": stored.claims,
-    }
-    write_json(path / CLAIMS, content)
+    seconds, description = round(stored.wall_time, 3), asdict(stored.description)
+    write_json(path / CLAIMS, {"wall_time_s": seconds, "description": description, "claims": stored.claims})
     stems = {*(stored.description.figures or ()), *([HIGHLIGHT] if stored.description.highlight else [])}
     files = (file for file in list_folder(path / FIGURES) if file.stem in stems and not is_folder(file))
     figures = (f"{FIGURES}/{file.name}" for file in files)
@@ -241,7 +236,7 @@ def finish(path: Path, stored: StoredClaims) -> None:
 def _write_stage(path: Path, *, complete: bool, results: Iterable[str] = ()) -> None:
     """Write the manifest of config and trajectory, and of claims and figures if the run is complete."""
     names = [CONFIG, TRAJECTORY, *results]
-    earlier = read_manifest(path, remedy=_restore(path))
+    earlier = read_manifest(path, remedy=_restore)
     arrays = {} if earlier else {TRAJECTORY: _large_arrays(path / TRAJECTORY)}
     write_manifest(path, _read_fields(path / CONFIG), names, complete=complete, earlier=earlier, arrays=arrays)
 
@@ -264,12 +259,11 @@ def _large_arrays(file: Path) -> list[tuple[int, int]]:
 
 def _manifest(path: Path) -> Manifest:
     """Return a run's manifest, or raise an error that says how to get one."""
-    manifest = read_manifest(path, remedy=_restore(path))
+    manifest = read_manifest(path, remedy=_restore)
     if manifest is None:
+        problem = "is missing: the run is not finished, or was written by version 0.1.0"
         remedy = "`joma run` with the same options completes it, or `open_run(path, check=False)` reads it unchecked"
-        raise DamagedFile(
-            path / MANIFEST, "is missing: the run is not finished, or was written by version 0.1.0", remedy
-        )
+        raise DamagedFile(path / MANIFEST, problem, remedy)
     return manifest
 
 
@@ -289,7 +283,7 @@ def adopt(path: Path, preset: str | None = None) -> None:
         return
     if not exists(file) or file_checksum(file) != stored:
         problem = f"is missing or altered since its claims were measured, or {path / CLAIMS} is"
-        raise DamagedFile(file, problem, _restore(path))
+        raise DamagedFile(file, problem, _restore(file))
     fields = _read_fields(path / CONFIG)
     _check_agreement(path, _load(file), fields)
     if preset is not None and fields.get("preset") != preset:
@@ -304,7 +298,8 @@ def read_claims(path: Path) -> StoredClaims:
         description = Description(**fields["description"])
         claims = [present_form(claim) for claim in fields["claims"]]
     except (TypeError, KeyError) as cause:
-        raise DamagedFile(path / CLAIMS, f"is not what a run writes ({short_reason(cause)})", _restore(path)) from None
+        problem = f"is not what a run writes ({short_reason(cause)})"
+        raise DamagedFile(path / CLAIMS, problem, _restore(path / CLAIMS)) from None
     return StoredClaims(claims, description, fields["wall_time_s"])
 
 
@@ -337,13 +332,16 @@ def _fields(file: Path, fields: Any, *names: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise StorageError(f"{file} is not what a run writes; delete {file.parent} to run it again.")
     if missing := [name for name in names if name not in fields]:
-        raise StorageError(f"{file} lacks {', '.join(missing)}; {_restore(file.parent)}.")
+        raise StorageError(f"{file} lacks {', '.join(missing)}; {_restore(file)}.")
     return fields
 
 
-def _restore(path: Path) -> str:
-    remedy = f"delete {path} to run it again"
-    return f"restore it, let `joma judge {path}` write claims and figures anew, or {remedy}"
+def _restore(file: Path) -> str:
+    """Return what to do about a damaged file of a run: only claims and figures can be written anew without training."""
+    if file.name == CLAIMS or file.parent.name == FIGURES:
+        return f"restore it, or let `joma judge {file.parents[file.name != CLAIMS]}` write claims and figures anew"
+    remedy = f"delete {file.parent} to run it again"
+    return remedy if file.parent.parent.name == SHARDS else f"restore it, or {remedy}"
 
 
 def open_run(path: str | Path, *, check: bool = True) -> xr.Dataset:
@@ -379,7 +377,7 @@ def open_run(path: str | Path, *, check: bool = True) -> xr.Dataset:
 
 def _stands_alone(file: Path) -> bool:
     """Return whether a trajectory has its checksum beside it, as a recording has, and not in a manifest."""
-    manifest = read_manifest(file.parent, remedy=_restore(file.parent))
+    manifest = read_manifest(file.parent, remedy=_restore)
     if manifest is not None and file.name in manifest.files:
         return False
     return file.name != TRAJECTORY or exists(checksum_file(file))
@@ -394,13 +392,13 @@ def _load_recording(file: Path) -> xr.Dataset:
 def _check_agreement(path: Path, dataset: xr.Dataset, identity: Mapping[str, Any]) -> None:
     """Check that a trajectory, `config.json` and the manifest are of the same run."""
     if _read_fields(path / CONFIG) != dict(identity):
-        raise DamagedFile(path / CONFIG, "is of another run than the manifest", _restore(path))
+        raise DamagedFile(path / CONFIG, "is of another run than the manifest", _restore(path / CONFIG))
     expected = _attributes({name: value for name, value in identity.items() if name != "preset"})
     for name, text in expected.items():
         stored = dataset.attrs.get(name)
         if stored != text:
             problem = f"is of another run than {CONFIG}: its {name} is {stored!r}, not {text!r}"
-            raise DamagedFile(path / TRAJECTORY, problem, _restore(path))
+            raise DamagedFile(path / TRAJECTORY, problem, _restore(path / TRAJECTORY))
 
 
 def _attributes(identity: Mapping[str, Any]) -> dict[str, str]:
@@ -419,7 +417,7 @@ def _load(file: Path, content: bytes | None = None) -> xr.Dataset:
         raise
     except Exception as cause:  # h5py, h5netcdf and xarray each raise their own on a broken file
         problem = f"is no readable trajectory ({short_reason(cause)})"
-        raise DamagedFile(file, problem, _restore(file.parent)) from None
+        raise DamagedFile(file, problem, _restore(file)) from None
 
 
 def _check_contents(file: Path, content: bytes | None) -> None:
@@ -484,10 +482,12 @@ def _folders(out: Path, depth: int) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    """Return whether a folder is that of a run; one that is damaged or may not be read is taken for a run."""
+    """Return whether a folder is that of a run, not of a shard; one that is damaged or may not be read counts too."""
     try:
         manifest = read_manifest(path)
-        return exists(path / CLAIMS) if manifest is None else "study" in manifest.identity or exists(path / CONFIG)
+        if manifest is None:
+            return exists(path / CLAIMS)
+        return OF_SEEDS not in manifest.identity and ("study" in manifest.identity or exists(path / CONFIG))
     except StorageError:
         return True
 

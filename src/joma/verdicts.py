@@ -11,7 +11,7 @@ Verdict = Literal["holds", "does not hold", "not tested"]
 
 # What each kind of claim is. They are counted apart: a check that holds is no evidence for a paper.
 KINDS: dict[Kind, str] = {
-    "theorem": "proved in a paper, and tested under its premises",
+    "theorem": "proved, in a paper or in our documents, and tested under its premises",
     "figure": "a published figure or table",
     "reading": "what the authors conclude in words",
     "control": "our own experiment on such a conclusion",

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from joma.arguments import InputError
-from joma.data.tokens import KINDS, contexts, sequence_classes, token_classes
+from joma.data.tokens import KINDS, contexts, log_normal_classes, sequence_classes, stream_contexts, token_classes
+from joma.noise import key
 
 
 def streams(*seeds):
@@ -169,3 +170,86 @@ def test_sequence_classes_do_not_depend_on_the_other_seeds(seeds):
 def test_bad_sequence_classes(change):
     with pytest.raises(InputError):
         sequence_classes(**{"generators": streams(0), **change})
+
+
+@given(
+    seed=st.integers(0, 2**31), classes=st.integers(1, 4), extra=st.integers(0, 3), common=st.integers(0, 4),
+    scale=st.floats(0, 2),
+)  # fmt: skip
+def test_log_normal_classes_are_the_normals_of_their_stream(seed, classes, extra, common, scale):
+    distinct = classes + extra
+    sizes = {"classes": classes, "distinct": distinct, "common": common, "scale": scale}
+    (generator,) = streams(seed)
+    of_class = torch.randn(classes, distinct, generator=generator, dtype=torch.float64).numpy()
+    shared = torch.randn(common, generator=generator, dtype=torch.float64).numpy()
+    weight = np.exp(scale * np.concatenate([of_class, np.tile(shared, (classes, 1))], axis=1))
+    overlap = log_normal_classes(generators=streams(seed), **sizes)
+    np.testing.assert_allclose(overlap.frequency[0], weight / weight.sum(1, keepdims=True), rtol=1e-12)
+    assert overlap.distinct.tolist() == [True] * distinct + [False] * common
+    for token in range(distinct):
+        weight[[label for label in range(classes) if label != token % classes], token] = 0.0
+    separable = log_normal_classes(generators=streams(seed), separable=True, **sizes).frequency[0]
+    np.testing.assert_allclose(separable, weight / weight.sum(1, keepdims=True), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"classes": 0}, "classes"),
+        ({"scale": -1.0}, "scale"),
+        ({"distinct": 0, "common": 0}, r"distinct \+ common"),
+        ({"distinct": 7, "separable": True}, "distinct"),
+        ({"scale": 1e308}, "scale"),
+        ({"generators": []}, "generators"),
+    ],
+)
+def test_bad_log_normal_classes(change, names):
+    with pytest.raises(InputError, match=f"`{names}`"):
+        log_normal_classes(**{"generators": streams(0), **change})
+
+
+def test_streamed_contexts_are_drawn_with_the_probabilities_of_their_class():
+    frequency = log_normal_classes(generators=streams(0, 1), classes=3, distinct=3, common=2, separable=True).frequency
+    drawn = stream_contexts(frequency, samples=40_000, length=2, key=key(torch.tensor([5, 6]), 9))
+    for seed, label in np.ndindex(2, 3):
+        chosen = drawn.label[seed] == label
+        assert float(chosen.double().mean()) == pytest.approx(1 / 3, abs=0.01)  # four standard errors
+        pairs = drawn.token[seed, chosen]
+        counts = torch.zeros(5, 5, dtype=torch.float64)
+        counts.index_put_((pairs[:, 0], pairs[:, 1]), torch.ones(len(pairs), dtype=torch.float64), accumulate=True)
+        p = frequency[seed, label]
+        assert bool((counts[(p[:, None] * p) == 0] == 0).all())
+        torch.testing.assert_close(counts / len(pairs), p[:, None] * p, rtol=0, atol=0.018)  # four standard errors
+
+
+@given(seeds=st.lists(st.integers(0, 999), min_size=1, max_size=4), step=st.integers(-5, 10**6))
+def test_streamed_contexts_are_a_function_of_seed_and_step(seeds, step):
+    frequency = log_normal_classes(generators=streams(3)).frequency
+    together = stream_contexts(
+        frequency.expand(len(seeds), -1, -1), samples=4, length=6, key=key(torch.tensor(seeds), step)
+    )
+    counts = np.stack([[np.bincount(tokens, minlength=20) for tokens in sample] for sample in together.token.numpy()])
+    np.testing.assert_allclose(together.frequency, counts / 6, rtol=1e-15)
+    for position, seed in enumerate(seeds):
+        alone = stream_contexts(frequency, samples=4, length=6, key=key(torch.tensor([seed]), torch.tensor(step)))
+        assert torch.equal(alone.token[0], together.token[position])
+        assert torch.equal(alone.label[0], together.label[position])
+    later = stream_contexts(frequency, samples=4, length=6, key=key(torch.tensor(seeds[:1]), step + 1))
+    assert not torch.equal(later.token[0], together.token[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "names"),
+    [
+        ((2, 2), {}, "frequency"),
+        ((2, 2, 2), {}, "frequency"),
+        ((1, 2, 2), {"samples": 0}, "samples"),
+        ((1, 2, 2), {"length": -3}, "length"),
+        ((1, 2, 2), {"samples": 2**62}, "samples`, `length"),
+        ((1, 2, 2), {"length": 2**40}, "samples`, `length"),
+        ((1, 0, 2), {}, "frequency"),
+    ],
+)
+def test_bad_streamed_contexts_are_named(shape, options, names):
+    with pytest.raises(InputError, match=f"`{names}`"):
+        stream_contexts(torch.full(shape, 0.5), key=key(torch.tensor([0]), 1), **{"samples": 2, "length": 3, **options})

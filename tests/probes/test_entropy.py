@@ -15,6 +15,7 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -57,6 +58,16 @@ NAN, INF = float("nan"), float("inf")
 def test_what_is_no_distribution_is_refused(p):
     with pytest.raises(InputError, match=r"`p` must be distributions that sum to 1, got sums in .*softmax"):
         shannon_entropy(torch.tensor(p))
+
+
+def test_without_the_check_no_value_is_read():
+    """A fake tensor has no values: a captured step, which cannot wait for the device, may call it."""
+    with FakeTensorMode():
+        assert shannon_entropy(torch.ones(3, 4), check=False).shape == (3,)
+        with pytest.raises(DataDependentOutputException):
+            shannon_entropy(torch.ones(3, 4))
+    p = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
+    assert shannon_entropy(p, check=False).equal(shannon_entropy(p))
 
 
 def of_matrix(query, key, *, causal=False, scale=None):

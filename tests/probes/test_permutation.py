@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import joma
 from joma.arguments import InputError
 from joma.probes import permutation
-from joma.probes.permutation import permutation_gap
+from joma.probes.permutation import moved_predictions, permutation_gap
 from toy_decoder import decoder
 
 SEEDS = st.integers(0, 2**32)
@@ -436,3 +436,46 @@ def test_an_output_that_is_infinite_for_some_tokens_alone_makes_its_seed_nan():
     gap = permutation_gap(lambda tokens: table[:, tokens].cumsum(dim=-2), [[1, 2, 3]], vocabulary=9)
     for values in (gap.largest, gap.mean, gap.spread):
         assert values.isnan().tolist() == [True, False]
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(order=st.permutations(range(4)), layers=st.integers(1, 3))
+def test_under_a_full_mask_every_prediction_moves_with_its_token(order, layers):
+    model = decoder(layers=layers, mask="full", positions="none")
+    assert moved_predictions(model, [3, 1, 4, 2, 5], [*order, 4]).max() < 1e-10
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_moves_is_what_a_plain_comparison_finds(layers):
+    model, tokens, order = decoder(layers=layers, mask="causal", positions="none"), [3, 1, 4, 2, 5], [2, 0, 1, 3, 4]
+    spread = permutation_gap(model, [tokens]).spread
+    with torch.no_grad():
+        before, after = model(torch.tensor([tokens])), model(torch.tensor([[tokens[place] for place in order]]))
+    expected = torch.stack(
+        [(after[..., 0, i, :] - before[..., 0, place, :]).norm(dim=-1) for i, place in enumerate(order)]
+    )
+    torch.testing.assert_close(moved_predictions(model, tokens, order), expected.T.double() / spread[..., None])
+
+
+def test_at_a_last_token_that_stays_the_largest_move_over_all_orders_is_the_gap():
+    model, tokens = decoder(layers=2, mask="causal", positions="none"), [3, 1, 4, 2]
+    moves = [moved_predictions(model, tokens, [*order, 3])[..., -1] for order in itertools.permutations(range(3))]
+    torch.testing.assert_close(torch.stack(moves).amax(dim=0), permutation_gap(model, [tokens]).largest)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [0, 1, 2, 2], [1, 2, 3, 4], [0, 1, 2, 3.5], "0123", None])
+def test_an_order_that_is_no_permutation_is_refused(order):
+    with pytest.raises(InputError, match="`order` must be"):
+        moved_predictions(decoder(layers=1), [3, 1, 4, 2], order)
+
+
+def test_only_one_sequence_is_rearranged_by_hand():
+    with pytest.raises(InputError, match="`tokens` must be one sequence, got 2 of them"):
+        moved_predictions(decoder(layers=1), [[3, 1], [4, 2]], [0, 1])
+
+
+def test_predictions_of_a_model_that_ignores_its_context_do_not_move():
+    assert (moved_predictions(lambda tokens: torch.eye(9).double()[tokens], [3, 1, 4], [1, 0, 2]) == 0).all()

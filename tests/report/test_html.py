@@ -351,6 +351,13 @@ def test_a_missing_figure_is_named_with_the_command_that_draws_it(tmp_path, suff
     assert f"Not drawn: 1-line. <code>joma judge {path}</code> draws them." in page.source
 
 
+def test_a_missing_picture_of_the_first_screen_is_named_too(tmp_path):
+    path = store(tmp_path, figures=[(HIGHLIGHT, "Seen."), ("1-line", "A line.")], highlight="Figure 3")
+    assert "Not drawn" not in report(tmp_path)[0].source
+    (path / "figures" / f"{HIGHLIGHT}.svg").unlink()
+    assert f"Not drawn: {HIGHLIGHT}. <code>joma judge {path}</code> draws them." in report(tmp_path)[0].source
+
+
 @pytest.fixture
 def probed(tmp_path, monkeypatch):
     """Two probes below the folder of the runs, with empty figures."""

@@ -73,7 +73,7 @@ def test_the_page_states_the_result_then_the_audit_then_each_measure(folder):
     assert page.headings == [
         "Attention entropy falls and recovers in 2 of 2 layers",
         "Entropy is 3.05 nats at the start, 1.05 at step 8, and 1.55 at the end",
-        "The first token draws 40% of attention at the end, and 10% at the start",
+        "The first token draws 40 % of attention at the end, and 10 % at the start",
         "The stable rank falls in 2 of 2 matrices",
         "Hidden vectors become more alike: cosine 0.41 to 0.71",
         "Where these numbers come from",

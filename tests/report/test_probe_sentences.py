@@ -43,7 +43,7 @@ def test_one_model():
     data = single_data()
     assert entropy_heading(data) == "Attention entropy is 1.05 nats on average, least in layer 0, head 0 (0.75)"
     sinks = Quantity("attention to the first token", "")
-    heading = "The first token draws 30% of attention, most in layer 0, head 1 (35%)"
+    heading = "The first token draws 30 % of attention, most in layer 0, head 1 (35 %)"
     assert attention_heading("sink_mass", data, sinks) == heading
     assert rank_heading(data) == "The stable rank of the MLPs' lower matrices is 4 to 5"
     assert cosine_heading(data) == "Hidden vectors have a root mean square cosine of 0.61"
@@ -52,7 +52,7 @@ def test_one_model():
 def test_a_series():
     data = series_data()
     sinks = Quantity("attention to the first token", "")
-    heading = "The first token draws 40% of attention at the end, and 10% at the start"
+    heading = "The first token draws 40 % of attention at the end, and 10 % at the start"
     assert attention_heading("sink_mass", data, sinks) == heading
     heading = "Entropy is 3.05 nats at the start, 1.05 at step 8, and 1.55 at the end"
     assert attention_heading("entropy", data, Quantity("attention entropy", "nats")) == heading
@@ -77,5 +77,5 @@ def test_any_other_measure_has_its_label_and_unit(end, course):
 def test_sinks_that_stay_as_they_are():
     data = series_data()
     data.sink_mass[-1] = data.sink_mass[0] + 0.001
-    heading = "The first token draws 10% of attention at the end, as at the start"
+    heading = "The first token draws 10 % of attention at the end, as at the start"
     assert attention_heading("sink_mass", data, Quantity("attention to the first token", "")) == heading

@@ -5,13 +5,15 @@ A call is the function and its arguments as source code, so that a call that fai
 
 from __future__ import annotations
 
-GENERATORS = "[torch.Generator().manual_seed(0)]"
-KEY = "joma.noise.key(torch.tensor([0, 7]), 3)"
+from robustness.call_table_worlds import GENERATORS, KEY, SOLVER, WORLDS
+
 UNIT = "joma.theory.mixture.Unit.of('relu', [[2.0, 0.0], [0.0, 1.0]], [1.0, -0.5])"
 TREE = {"parents": "[-1, 0, 0, 1, 1, 2, 2]", "p0": "[0.5, 0.5]", "p_child": "[[0.8, -0.2], [0.6, 0.0]]", "rho": "0.9"}
 HBLT = "joma.data.trees.HBLT(((2,), (1, 3)), [0.5, 0.5], [[0.8, -0.2], [0.6, 0.0]], 0.9)"
 FLOW = "joma.theory.block_flow.block('softmax', 'gelu', joma.theory.losses.constant(1.0), [[0.6, 0.4]])"
-SOLVER = "joma.theory.integration.Solver(rtol=1e-6, atol=1e-8)"
+VALUE_FLOW = "joma.theory.value_flow.value_block('exp', 'tanh', joma.theory.losses.constant(1.0), [[0.6, 0.4]])"
+ROTARY = "joma.probes.Rotary(2)"
+GRAM = "joma.probes.head_gram(torch.rand(2, 3, 4))"
 STATES = "torch.randn(3, 6, 4, 5, generator=torch.Generator().manual_seed(0))"
 QUERY = "torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))"
 DECODER = "joma.models.DecoderConfig(vocabulary=10, width=8)"
@@ -95,7 +97,12 @@ THEORY: dict[str, dict[str, str]] = {
         "z0": "np.zeros((1, 2))",
         "bias0": "0.0",
     },
-    "joma.theory.bounce.entropy_bounce": {"mu": "[1.0, 1.5, 3.0]", "v0": "0.05", "temperature": "3.0"},
+    "joma.theory.bounce.entropy_bounce": {
+        "mu": "[1.0, 1.5, 3.0]",
+        "v0": "0.05",
+        "temperature": "3.0",
+        "normalised": "False",
+    },
     "joma.theory.bounce.final_trend": {"mu": "[1.0, 1.5, 3.0]", "v0": "0.05", "temperature": "3.0"},
     "joma.theory.critical.critical_points": {
         "unit": UNIT,
@@ -128,7 +135,12 @@ THEORY: dict[str, dict[str, str]] = {
         "rate_z": "2.0",
     },
     "joma.theory.growth.linear_limit": _RACE,
-    "joma.theory.growth.nonlinear": {"mu": "[1.0, 1.5, 3.0]", "times": "[0.0, 0.5]", "v0": "0.05"},
+    "joma.theory.growth.nonlinear": {
+        "mu": "[1.0, 1.5, 3.0]",
+        "times": "[0.0, 0.5]",
+        "v0": "0.05",
+        "temperature": "3.0",
+    },
     "joma.theory.growth.nonlinear_log_gap": {"mu": "[1.0, 1.5, 3.0]", "times": "[0.0, 0.5]", "v0": "0.05"},
     "joma.theory.growth.softmax_nonlinear": {
         "mu": "[1.0, 1.5, 3.0]",
@@ -197,6 +209,16 @@ THEORY: dict[str, dict[str, str]] = {
     },
     "joma.theory.invariants.reference": {"x": "[[1.0, 3.0], [1.0, 2.0]]", "weight": "[0.5, 0.5]"},
     "joma.theory.invariants.relative_error": {"z": "[1.0, 2.0]", "z_hat": "[1.0, 3.0]", "z0": "[0.0, 2.0]"},
+    "joma.theory.factored.key_ledger": {
+        "attention": "'softmax'",
+        "k": "[[[0.0]], [[2.0]]]",
+        "p": "[[[1.0]], [[3.0]]]",
+        "zeta": "[[[2.0]]]",
+        "z": "[[[0.5]]]",
+        "pull": "[[0.1]]",
+        "rates": "(1.0, 0.5)",
+        "temperature": "2.0",
+    },
     "joma.theory.losses.constant": {"g": "[1.0, 2.0]"},
     "joma.theory.losses.cross_entropy": {"label": "[1, 0]"},
     "joma.theory.losses.squared_error": {"target": "[[1.0, 2.0]]"},
@@ -220,6 +242,28 @@ THEORY: dict[str, dict[str, str]] = {
         "dimension": "3",
     },
     "joma.theory.mixture.velocity": {"unit": UNIT, "v": "[2.0, 0.5]", "flow": "'sphere'", "decay": "0.1"},
+    "joma.theory.value_flow.ValueArchitecture": {
+        "temperature": "1.0",
+        "factored": "False",
+        "norm": "True",
+        "skip": "True",
+    },
+    "joma.theory.value_flow.ValueRates": {"rate_z": "1.0", "rate_v": "0.5", "rate_above": "0.0"},
+    "joma.theory.value_flow.value_block": {
+        "attention": "'softmax'",
+        "activation": "'gelu'",
+        "gradient": "joma.theory.losses.constant(1.0)",
+        "x": "[[0.6, 0.4], [0.5, 0.5]]",
+        "query": "[0, 1]",
+        "weight": "[0.5, 0.5]",
+        "rates": "joma.theory.value_flow.ValueRates()",
+        "architecture": "joma.theory.value_flow.ValueArchitecture()",
+    },
+    f"{VALUE_FLOW}.solve": {
+        "times": "[0.0, 0.5]",
+        "start": "{name: np.eye(3) for name in ('W_V', 'W_O', 'W_1', 'W_2', 'W_H')} | {'z': np.zeros((1, 2))}",
+        "solver": SOLVER,
+    },
 }
 
 OTHERS: dict[str, dict[str, str]] = {
@@ -325,6 +369,11 @@ OTHERS: dict[str, dict[str, str]] = {
     "joma.probes.attention_rows": _ATTENTION,
     "joma.probes.cosine_orthogonality": {"vectors": STATES, "centred": "True"},
     "joma.probes.effective_tokens": {"entropy": "[0.5, 1.0]"},
+    "joma.probes.Rotary": {"dims": "2", "interleaved": "True"},
+    "joma.probes.head_balance": {"query": "torch.rand(2, 4, 3)", "key": "torch.rand(2, 4, 5)", "rotary": ROTARY},
+    "joma.probes.head_drift": dict.fromkeys(("first", "second", "first_start", "second_start"), GRAM),
+    "joma.probes.head_gram": {"weight": "torch.rand(2, 4, 3)", "bias": "torch.rand(2, 4)", "rotary": ROTARY},
+    "joma.probes.head_imbalance": {"first": GRAM, "second": GRAM},
     "joma.probes.latent_alignment": {
         "latent": "torch.tensor([[1, 0], [1, 1], [0, 0], [0, 1]])",
         "hidden": "torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))",
@@ -341,6 +390,13 @@ OTHERS: dict[str, dict[str, str]] = {
         "noise": "0.1",
         "draws": "20",
         "generator": "np.random.default_rng(0)",
+    },
+    "joma.probes.moved_predictions": {
+        "model": "(lambda tokens: torch.eye(9)[tokens].cumsum(dim=1))",
+        "tokens": "[1, 2, 3, 4]",
+        "order": "[1, 0, 2, 3]",
+        "inputs": "4",
+        "generator": "torch.Generator().manual_seed(0)",
     },
     "joma.probes.own_location": {"similarity": "torch.rand(2, 2, 3, 3)"},
     "joma.probes.position_decodability": {"states": STATES, "folds": "3", "ridge": "1e-3"},
@@ -360,7 +416,7 @@ OTHERS: dict[str, dict[str, str]] = {
     "joma.train.Saving": {"folder": "'checkpoints'", "at": "[0, 5]", "min_seconds": "1.0"},
 }
 
-CALLS = {**THEORY, **OTHERS}
+CALLS = {**THEORY, **OTHERS, **WORLDS}
 
 RESULT = "holds results; nothing but the package creates it"
 FILES = "reads or writes files: `torture_commands` and the harnesses of damage and faults"
@@ -369,6 +425,7 @@ UNCHECKED = "unchecked by its docstring, for inner loops"
 
 LEFT_OUT: dict[str, str] = {
     "joma.open_run": FILES,
+    "joma.open_sweep": FILES,
     "joma.drawing": "draws on axes of matplotlib, which checks them",
     "joma.theory.activations.Activation": "a table's entry: functions that the user writes",
     "joma.theory.block_flow.BlockFlow": "created by `block`",
@@ -382,6 +439,15 @@ LEFT_OUT: dict[str, str] = {
     "joma.theory.invariants.AttentionLaw": "a table's entry: functions that the user writes",
     "joma.theory.invariants.Ledger": RESULT,
     "joma.theory.invariants.ledger_rates": UNCHECKED,
+    "joma.theory.factored.KeyLedger": RESULT,
+    "joma.theory.factored.key_ledger_rates": UNCHECKED,
+    "joma.theory.value_flow.ValueFlow": "created by `value_block`",
+    "joma.theory.value_flow.ValueSolution": RESULT,
+    "joma.theory.value_flow.ValueVelocity": RESULT,
+    "joma.theory.optimum.Descent": RESULT,
+    "joma.theory.optimum.LossGradient": RESULT,
+    "joma.theory.optimum.Optimum": RESULT,
+    "joma.theory.populations.Population": "created by `population` and `planted`",
     "joma.theory.mixture.Unit": "created by `Unit.of`",
     "joma.data.addition.Ceiling": RESULT,
     "joma.data.addition.Pairs": RESULT,
@@ -411,6 +477,11 @@ LEFT_OUT: dict[str, str] = {
     "joma.train.fit": MODEL,
     "joma.train.fit_together": MODEL,
     "joma.watch": MODEL,
+    "joma.engine": "describes or starts processes: the tests of the engines",
+    "joma.sweeps.Sweep": RESULT,
+    "joma.sweeps.SweepUnit": RESULT,
+    "joma.sweeps.find_sweeps": FILES,
+    "joma.sweeps.read_sweep": FILES,
     "joma.study": FILES,
     "joma.studies": FILES,
     "joma.report": FILES,

@@ -49,9 +49,13 @@ PATHS = (
 # What makes each study small enough to run in about a second.
 SMALL = {
     "invariance": "classes=3 distinct=2 common=2 dim=9 steps=10",
+    "value-invariant": "classes=3 distinct=2 common=2 queries=2 values=2 head_width=2 hidden=3 steps=6 samples=4 "
+    "length=3 batch=2 ladder_steps=6 until=0.1",
     "winner": "tokens=3 samples=6 steps=200 until=0.5 figure_3_steps=10",
     "sparse-dense": "figure_4_mu=1.3,2.4,3.6 figure_4_steps=50 until=0.05 components=2 draws=2 classes=3 distinct=2 "
     "common=2 units_steps=10",
+    "ladder": "tokens=4 length=3 long_length=3 until=300 constant_until=20 records=20 shares=0,0.5 planted=1,0.6 "
+    "draws=2 searches=1 sgd_steps=20 trained_steps=10 trained_probe=8 trained_batch=8",
     "critical-points": "tokens=3 components=2 starts=3 overlaps=0 mixtures=2 runs=2 clock=200 driven=relu "
     "context_tokens=3 samples=2 horizon=0.5 times=3",
     "cooccurrence": "samples=1000 trees=1 rhos=0.3,0.7 c=0,1 gaps=0.3,0.1",
@@ -73,6 +77,7 @@ SMALL |= {
     "learning-rates": f"{TEXT} layers=1 rates=0.01",
     "activation-control": f"{TEXT} activations=relu",
     "bounce-control": f"{TEXT} depths=1 arms=held",
+    "bounce-cause": f"{TEXT} arms=value-path,memorised attention_steps=2",
     "invariant-text": f"{TEXT} tokens=6 queries=3 permutations=5",
 }
 

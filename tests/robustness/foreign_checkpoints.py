@@ -30,7 +30,8 @@ from studies.symmetry import test_config_fields as symmetry
 from studies.text import test_config_fields as text
 from studies.theorems import test_config_fields as theorems
 
-THEOREMS, HIERARCHY = ("invariance", "winner", "sparse-dense"), ("alignment", "scan-snap", "hierarchy-order")
+THEOREMS = ("invariance", "value-invariant", "winner", "sparse-dense", "ladder")
+HIERARCHY = ("alignment", "scan-snap", "hierarchy-order")
 STUDIES = (*THEOREMS, *HIERARCHY, *text.STUDIES, "addition", "position-emergence")  # those that train by `Context.fit`
 
 
@@ -44,7 +45,7 @@ def config_and_changes(name: str) -> tuple[Any, Mapping[str, Any]]:
     if name in text.STUDIES:
         config = text.config_of(name)
         fields = [field.name for field in dataclasses.fields(config)]
-        return config, {name: second if name == "corpus" else text.OTHER[name] for name in fields}
+        return config, {field: text.other_value(name, field) for field in fields}
     if name == "addition":
         return replace(SMALL, arms=("none causal", "mlp 1")), symmetry.CHANGES[name]
     config = position_emergence.Config(

@@ -12,8 +12,8 @@ import toy_study
 from joma.files import StorageError
 from joma.report.html import write_report
 from joma.runs import open_run
-from joma.studies import catalogue
 from joma.study import execute, judge
+from offered_studies import offer
 from robustness.fault_scenarios import prepare_series
 from robustness.faulty_files import run_apart
 from robustness.restricted import become_nobody, joma, mount, remount, snapshot
@@ -41,8 +41,7 @@ def template(tmp_path_factory):
     """A folder with a finished run and its report in `out`, and checkpoints in `series`."""
     folder = tmp_path_factory.mktemp("template")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalogue, "STUDIES", {"toy": "toy_study"})
-        patch.setattr("joma.studies.STUDIES", {"toy": "toy_study"}, raising=False)
+        offer(patch, {"toy": "toy_study"})
         patch.setattr("joma.report.probe.draw", lambda _: Figure(figsize=(1, 1)))
         execute(toy_study.STUDY, out=folder / "out")
         write_report(folder / "out")
@@ -156,7 +155,7 @@ def test_a_full_disk_is_named_and_the_run_resumes_when_there_is_room(place):
     def act() -> list | None:
         disk = place / "disk"
         disk.mkdir()
-        if not mount(disk, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
+        if not mount(disk, "-t", "tmpfs", "-o", "size=32k", "tmpfs"):
             return None
         run = ("run", "toy", "--out", disk)
         results = [joma(*run), sorted(path.name for path in disk.rglob(".joma-*"))]

@@ -40,8 +40,11 @@ SECONDS = 5.0  # of processor time for a call
 INTEGRATOR_SECONDS = 20.0  # its bound counts evaluations, which take longer on a slow machine
 SILENCE = 300.0  # seconds without an answer after which a process counts as hung
 REFUSALS = (InputError, StateError, IntegrationError)
-# What the integrator and the optimiser call arguments that they were given under other names.
-SYNONYMS = ("optimiser", "rhs", "y0", "times", "gradient", "embedding", "skip", "kink_width", "temperature")
+# What the integrator, the optimiser and the command line call arguments that they were given under other names.
+SYNONYMS = (
+    *("optimiser", "rhs", "y0", "times", "gradient", "embedding", "skip", "kink_width", "temperature"),
+    *("--grid", "--random"),
+)
 
 VALUES = (
     *("None", "True", "0", "-1", "-0.0", "2**62", "2**63", "10**400", "1e308", "-1e308", "5e-324", "0.5"),

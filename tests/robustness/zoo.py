@@ -168,14 +168,27 @@ class GoodSeries:
         if hostile.outcome == "any":
             assert left_out or values, f"{hostile.name} is neither measured nor named"
             return
-        expected = {key: value for key, value in self.whole.values[HOSTILE].items() if key[0] not in hostile.lost}
+        # Without its config the heads of a checkpoint cannot be told apart, and NaN has no balance: what is there of
+        # heads must be right.
+        missing = {key for key in self.whole.values[HOSTILE] if hostile.lost and is_of_heads(key) and key not in values}
+        expected = {
+            key: value
+            for key, value in self.whole.values[HOSTILE].items()
+            if key[0] not in hostile.lost and key not in missing
+        }
         if hostile.outcome == "left out":
             assert left_out, f"{hostile.name} is not left out: {values}, {messages}"
         else:
             assert values == expected, f"{hostile.name} is measured as {values}, not as {expected}: {messages}"
-        named = all(fault.loses_data for fault in faults) and bool(faults)
+        losses = [fault.loses_data for fault in faults if not str(fault).startswith("the head laws of")]
+        named = all(losses) and bool(losses)
         assert named == (hostile.outcome != "measured"), f"{hostile.name}: {messages}"
         assert hostile.message in " ".join(messages), f"{hostile.name}: {messages}"
+
+
+def is_of_heads(key: tuple[str, ...]) -> bool:
+    """Return whether a measure is about the laws of a head, which needs the model's config."""
+    return key[0].startswith(("query_key_", "value_output_"))
 
 
 def remove(folder: Path) -> None:

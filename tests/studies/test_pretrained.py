@@ -12,7 +12,7 @@ import xarray as xr
 from safetensors.torch import load_file, save_file
 
 from joma.arguments import InputError
-from joma.cli import config_with
+from joma.commands.parsing import config_with
 from joma.progress import Task
 from joma.studies import pretrained
 from joma.studies.pretrained import CLAIMS, STUDY, Config
@@ -241,7 +241,7 @@ def test_the_toy_says_so_in_its_title_and_outcome():
     assert STUDY.description("quick").title.startswith("A toy in place of OPT and Pythia")
     assert STUDY.description("paper").title == STUDY.title
     text = (
-        "entropy of the lowest layer falls by 2.00 nats and comes back by 1.00, the stable rank falls to 40% of its "
+        "entropy of the lowest layer falls by 2.00 nats and comes back by 1.00, the stable rank falls to 40 % of its "
         "start, and embeddings end with 1.3 times the cosines of random directions"
     )
     assert pretrained.outcome(series(pretrained.TINY_MODEL)) == f"In the toy, {text}; no public model was probed."

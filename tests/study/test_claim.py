@@ -52,6 +52,14 @@ def test_an_undecided_claim_names_its_bound():
     assert reason.endswith("contains 0")
 
 
+def test_an_interval_over_seeds_of_one_number_is_not_tested_and_says_why():
+    claim = Claim("x", "x", lambda run: run.x.mean(), above(0), "check", across="interval")
+    record = claim.judge(xr.Dataset({"x": ("seed", [1.0, 2.0])}), "quick")
+    assert record["verdict"] == "not tested"
+    assert record["reason"] == "the measure is one number for all seeds, which has no interval over seeds"
+    assert record["measured"]["values"] == [1.5]
+
+
 def test_diverged_seeds_do_not_pass_an_interval():
     claim = Claim("x", "x", lambda run: run.x, above(0), "check", across="interval")
     assert claim.judge(xr.Dataset({"x": ("seed", [1.0, np.nan])}), "quick")["verdict"] == "does not hold"

@@ -108,6 +108,18 @@ def test_training_is_saved_without_being_asked_and_resumes(tmp_path):
     assert resumed.identical(train(Context((0, 1))))
 
 
+def test_a_brief_training_is_saved_at_its_end_only(tmp_path):
+    context = Context((0, 1), checkpoints=tmp_path)
+
+    def loss(model, step):
+        assert not list(tmp_path.rglob("*.safetensors"))
+        return quadratic(model, step)
+
+    options = {"optimiser": Optimiser("sgd", 0.1), "steps": 10, "brief": True}
+    context.fit_together([LabelledTraining(Numbers((1.0, 2.0)), loss, label="a", **options)])
+    assert [file.name for file in tmp_path.rglob("*.safetensors")] == ["10.safetensors"]
+
+
 @pytest.mark.parametrize(
     "other",
     [{"run": "b"}, {"study": "toy, version 2"}, {}, {"run": "a", "study": "toy, version 1", "device": "x"}],

@@ -24,7 +24,7 @@ def test_a_run_is_stored_judged_and_drawn(tmp_path):
     assert verdicts(outcome) == {"end": "holds", "each": "holds", "later": "not tested"}
     assert outcome.failed == 0
     names = {str(path.relative_to(outcome.path)) for path in outcome.path.rglob("*") if path.is_file()}
-    figures = {f"figures/1-line{suffix}" for suffix in (".svg", ".pdf", ".txt")}
+    figures = {f"figures/1-line{suffix}" for suffix in (".svg", ".txt")}  # no PDF at quick
     assert names == {"config.json", "trajectory.nc", "claims.json", "manifest.json", "log.txt"} | figures
     np.testing.assert_allclose(open_run(outcome.path).value.isel(time=-1), [2.0, 2.01, 2.02])
 
@@ -135,6 +135,17 @@ def test_judging_writes_damaged_claims_and_figures_anew(tmp_path, name):
     assert execute(STUDY, out=tmp_path).claims == outcome.claims
 
 
+@pytest.mark.parametrize("name", ["trajectory.nc", "config.json", "manifest.json"])
+def test_what_judging_cannot_write_anew_is_restored_or_run_again(tmp_path, name):
+    path = execute(STUDY, out=tmp_path).path
+    (path / name).write_bytes((path / name).read_bytes()[:-20])
+    for attempt in (lambda: execute(STUDY, out=tmp_path), lambda: judge(STUDY, path)):
+        with pytest.raises(StorageError, match=name) as error:
+            attempt()
+        assert "joma judge" not in str(error.value)
+        assert "to run it again" in str(error.value)
+
+
 def test_a_changed_preset_makes_no_failure_a_pass(tmp_path):
     path = execute(STUDY, preset="paper", out=tmp_path).path
     file = path / "config.json"
@@ -161,7 +172,9 @@ def test_judging_makes_no_run_younger(tmp_path):
 
 @pytest.mark.parametrize("removed", [(".svg",), (".svg", ".pdf")])
 def test_figures_of_an_earlier_judging_are_removed_though_the_process_died_meanwhile(tmp_path, removed):
-    path = execute(dataclasses.replace(STUDY, figures={"old": STUDY.figures["line"]}), out=tmp_path).path
+    path = execute(
+        dataclasses.replace(STUDY, figures={"old": STUDY.figures["line"]}), preset="paper", out=tmp_path
+    ).path
     reopen(path)
     for suffix in removed:
         (path / "figures" / f"1-old{suffix}").unlink()

@@ -204,3 +204,20 @@ def test_bad_input_names_the_argument(call, argument, complaint):
         call()
     assert f"`{argument}`" in str(error.value)
     assert complaint in str(error.value)
+
+
+@settings(max_examples=25)
+@given(
+    mu=st.lists(st.floats(0.3, 3.0), min_size=2, max_size=6),
+    v0=st.floats(0.01, 0.25),
+    temperature=st.floats(1.0, 4.0),
+)
+def test_the_flow_that_is_not_normalised_bounces_at_any_temperature_when_its_weights_do(mu, v0, temperature):
+    bounce = entropy_bounce(mu, v0, temperature=temperature, normalised=False)
+    late = np.geomspace(1e-3, 300, 400)
+    times = late if np.isinf(bounce.time) else np.append(late, bounce.time)
+    entropy = growth.attention_entropy(growth.nonlinear(mu, times, v0, temperature=temperature), temperature)
+    assert bounce.least <= entropy.min() + 1e-12
+    if np.isfinite(bounce.time):
+        assert entropy[-1] == pytest.approx(bounce.least, abs=1e-11)
+    assert entropy_bounce(mu, v0, normalised=False) == entropy_bounce(mu, v0)

@@ -224,6 +224,18 @@ def test_nonlinear_agrees_with_mpmath(mu, v0, drop):
         assert abs(growth.nonlinear_log_gap(mu, t, v0) - float(log_gap)) <= ACCURACY * (1 + growing * t)
 
 
+@settings(max_examples=40)
+@given(mu=st.floats(-3, 3), v0=st.floats(-3, 3), temperature=st.floats(0.7, 6), end=st.floats(0.01, 3))
+def test_nonlinear_at_any_temperature_agrees_with_an_integrator(mu, v0, temperature, end):
+    flow = solve_ivp(
+        lambda _, v: (mu - v) * np.exp(v**2 / temperature), (0, end), [v0], method="LSODA", rtol=1e-10, atol=1e-12
+    )
+    v = growth.nonlinear([mu], [0.0, end], v0, temperature=temperature)
+    assert v[0, 0] == v0
+    assert v[1, 0] == pytest.approx(flow.y[0, -1], abs=1e-6)
+    assert growth.nonlinear(mu, end, v0, temperature=2.0) == growth.nonlinear(mu, end, v0)
+
+
 @settings(max_examples=60)
 @given(mu=st.floats(-6, 6), v0=st.floats(-6, 6), late=st.floats(1, 1e9))
 def test_past_convergence_the_log_gap_goes_on_as_mpmath_says(mu, v0, late):

@@ -10,13 +10,22 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from joma.arguments import InputError
-from joma.theory.losses import constant, cross_entropy, squared_error
+from joma.theory.losses import constant, cross_entropy, soft_cross_entropy, squared_error
+
+
+def as_probabilities(target):
+    return torch.softmax(torch.as_tensor(target), dim=1)
+
 
 LOSSES = {
     "constant": (constant, lambda h, target: -(h * target).sum()),
     "cross entropy": (
         lambda target: cross_entropy(target.argmax(1)),
         lambda h, target: functional.cross_entropy(h, target.argmax(1), reduction="sum"),
+    ),
+    "soft cross entropy": (
+        lambda target: soft_cross_entropy(as_probabilities(target)),
+        lambda h, target: functional.cross_entropy(h, as_probabilities(target), reduction="sum"),
     ),
     "squared error": (squared_error, lambda h, target: 0.5 * ((h - target) ** 2).sum()),
 }
@@ -43,6 +52,8 @@ def test_constants_and_targets_broadcast():
         (lambda: squared_error(np.ones((2, 3)))(np.zeros((2, 2))), "`target` must be broadcastable"),
         (lambda: constant(np.ones(3))(np.zeros((2, 2))), "`g` must be broadcastable"),
         (lambda: cross_entropy([0, 2])(np.zeros((2, 2))), "`label` must be 2 labels below 2"),
+        (lambda: soft_cross_entropy([[0.5, 0.5]])(np.zeros((2, 2))), "`posterior` must be"),
+        (lambda: soft_cross_entropy([[0.5, 0.6]]), "`posterior` must sum to 1"),
         (lambda: cross_entropy([0, 0.5]), "`label` must be a whole number"),
     ],
 )

@@ -76,7 +76,7 @@ def test_sinks_are_drawn_by_layer_with_the_spread_over_heads_if_they_were_measur
         segments = np.array(panel.collections[0].get_segments())
         np.testing.assert_allclose(segments[:, :, 1], np.stack([sinks.min(axis=1), sinks.max(axis=1)], axis=1))
     strongest = int(sinks.mean(axis=1).argmax())
-    assert f"Most on sinks: layer {strongest} ({sinks.mean(axis=1).max():.0%})" in panel.get_title(loc="left")
+    assert f"Most on sinks: layer {strongest} ({100 * sinks.mean(axis=1).max():.0f} %)" in panel.get_title(loc="left")
 
 
 def test_sequences_and_queries_are_averaged_over_and_missing_heads_stay_blank() -> None:
@@ -162,7 +162,7 @@ def test_a_map_shows_its_weights_and_its_tokens() -> None:
     assert [label.get_text() for label in panel.get_xticklabels()] == labels
     assert [label.get_text() for label in panel.get_yticklabels()] == labels
     share = weights.values.mean(axis=0)[0]
-    assert panel.get_title() == f"h.0.attn, head 1:\n{share:.0%} of the weight on key 0, “ The”"
+    assert panel.get_title() == f"h.0.attn, head 1:\n{100 * share:.0f} % of the weight on key 0, “ The”"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_title_of_a_map_names_the_distance_where_most_of_the_weight_is(dista
     rows = np.arange(6)[max(0, distance) : 6 + min(0, distance)]
     weights.values[rows, rows - distance] = 1.0
     share = len(rows) / 6
-    assert rendered(draw_map(weights)).axes[0].get_title().endswith(f"{share:.0%} of the weight on {place}")
+    assert rendered(draw_map(weights)).axes[0].get_title().endswith(f"{100 * share:.0f} % of the weight on {place}")
     later = weights.assign_attrs(offset=1)  # with a cache, queries stand later
     nearer = {0: "the key 1 before", 2: "the key 3 before", -1: "the query itself"}[distance]
     assert draw_map(later).axes[0].get_title().endswith(nearer)
@@ -184,7 +184,7 @@ def test_a_map_without_tokens_or_with_hidden_rows_has_positions() -> None:
     panel = rendered(draw_map(weights)).axes[0]
     assert [label.get_text() for label in panel.get_yticklabels()] == ["1", "2", "3"]
     by_distance = [np.trace(weights.values, offset) / 3 for offset in (1, 0, -1, -2)]  # rows 1 to 3
-    assert panel.get_title().endswith(f"{by_distance[1]:.0%} of the weight on the key 1 before")
+    assert panel.get_title().endswith(f"{100 * by_distance[1]:.0f} % of the weight on the key 1 before")
     assert by_distance[1] > max(*np.delete(by_distance, 1), *weights.values.mean(axis=0))
     assert "no query sees a key" in rendered(draw_map(weights * np.nan)).axes[0].get_title()
     assert rendered(draw_map(attention_map(None, 300))).axes[0].get_xticks().tolist() == [*range(0, 300, 25)]

@@ -19,19 +19,11 @@ from joma.watch import Checkpoints, audit, configs, probing, weight_files
 from joma.watch.probing import EMBEDDING, _natural_order, measure_weights, probe
 from joma.watch.store import Store
 from joma.watch.weight_ranks import LOWER_MATRIX
+from moved_models import moved
 from tiny_models import neox
 
 transformers = pytest.importorskip("transformers")
 TEXT = "The attention of a model is measured on this text, which is long enough for a few sequences. " * 8
-
-
-def moved(model, scale, seed=1):
-    """Move the weights of the model along one random direction."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +39,8 @@ def test_every_measurement_against_the_model_itself(series):
     result = probe(Checkpoints(series), text=TEXT)
     assert result.audit.faults == ()
     assert result.data.step.values.tolist() == list(range(7))
-    assert dict(result.data.sizes) == {"step": 7, "layer": 2, "head": 2, "weight": 2, "depth": 3}
+    sizes = {"step": 7, "layer": 2, "head": 2, "weight": 2, "module": 2, "key_head": 2, "depth": 3}
+    assert dict(result.data.sizes) == sizes
     tokens = torch.tensor(list(TEXT.encode())[: 23 * 32]).reshape(23, 32)  # in sequences of the maximum length
     model = moved(neox(), 0.03 * 5)
     model.set_attn_implementation("eager")
@@ -191,7 +184,7 @@ def test_a_weight_that_the_audit_did_not_sample_is_checked(series, tmp_path):
     assert "NaN or infinities in gpt_neox.layers.1.mlp.dense_h_to_4h.weight" in fault.message
     assert fault.left_out == ("step3",)
     assert result.data.step.values.tolist() == [0, 1, 2, 4, 5, 6]
-    assert result.data.notnull().all().to_array().all()
+    assert result.data.isel(step=slice(1, None)).notnull().all().to_array().all()  # drift starts from the first step
 
 
 def test_a_file_in_the_way_of_the_store_is_named(series, tmp_path):
@@ -222,7 +215,9 @@ def test_a_model_whose_attention_is_seen_in_part_says_so(tmp_path):
         transformers.JambaModel(config).save_pretrained(tmp_path / "jamba")
     result = probe(Checkpoints(tmp_path / "jamba"), text=TEXT)
     assert result.data.layer.values.tolist() == ["layers.1.self_attn"]
-    (fault,) = result.audit.faults
+    heads, fault = result.audit.faults
+    assert (heads.kind, heads.loses_data) == ("ignored", False)
+    assert "the head laws of jamba are not measured at layers.1.self_attn: the model type 'jamba'" in heads.message
     assert (fault.kind, fault.left_out, fault.loses_data) == ("partly measured", (), True)
     assert "jamba is measured in part: attention was not recorded of layers.0.mamba (" in fault.message
 
@@ -297,7 +292,8 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path):
     (tmp_path / "step0" / "config.json").write_text(json.dumps(config))
     (tmp_path / "step0" / "mine.py").write_text("raise SystemExit('it was run')")
     result = probe(Checkpoints(tmp_path), text=TEXT)
-    (fault,) = result.audit.faults
+    heads, fault = result.audit.faults
+    assert "the model type 'mine' does not tell" in heads.message
     assert "an architecture with code of its own, which is never run" in fault.message
 
 

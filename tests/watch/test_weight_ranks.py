@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from joma.arguments import InputError
 from joma.watch import weight_ranks
-from joma.watch.weight_ranks import select_weights, stable_ranks
+from joma.watch.weight_ranks import copied_together, select_weights, stable_ranks
 
 
 def test_weights_are_chosen_by_name_and_embeddings_only_when_named() -> None:
@@ -56,3 +58,14 @@ def test_flat_parameters_are_not_measured_and_this_is_said() -> None:
 
     with pytest.warns(UserWarning, match=r"stable ranks are not measured: FSDP1 .*; use `fully_shard`"):
         assert select_weights(nn.Sequential(FullyShardedDataParallel(), nn.Linear(2, 2)), True) == ()
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans()), max_size=5))
+def test_weights_that_are_copied_together_stay_what_they_are(kinds):
+    tensors = []
+    for number, (rows, columns, half, transposed) in enumerate(kinds):
+        tensor = torch.arange(rows * columns, dtype=torch.float16 if half else torch.float32).view(rows, columns)
+        tensors.append((tensor + number).T if transposed else tensor + number)
+    copies = copied_together(tensors)
+    assert [copy.dtype for copy in copies] == [tensor.dtype for tensor in tensors]
+    assert all(copy.equal(tensor) for copy, tensor in zip(copies, tensors, strict=True))

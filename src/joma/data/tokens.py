@@ -14,11 +14,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from joma import memory
-from joma.arguments import InputError, choice, scalar, whole
+from joma import memory, noise
+from joma.arguments import InputError, choice, flag, scalar, whole
 from joma.noise import check_generators
 from joma.tensors import as_floating
 
+_STREAM = 0  # the site of the noise that contexts are drawn with
+_SURELY_FREE = 2**28  # bytes; to read how much memory is free takes longer than to draw a small batch
 WIDTH = 30.0  # twice the variance of the bumps of `gaussian`, in tokens squared
 
 
@@ -169,6 +171,54 @@ def sequence_classes(
     )
 
 
+def log_normal_classes(
+    *,
+    generators: Sequence[torch.Generator],
+    classes: int = 8,
+    distinct: int = 10,
+    common: int = 10,
+    scale: float = 1.5,
+    separable: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> TokenClasses:
+    """Return classes whose tokens have log-normal weights; common tokens have the same weight in every class.
+
+        distinct token l of class c:  P[l | c] ∝ exp(scale · N_lc)        common token l:  P[l | c] ∝ exp(scale · N_l)
+
+    N are independent standard normals. With `separable` distinct token l occurs in class l mod K alone, so that a
+    single one gives the class away. The same generators give the same normals with and without it.
+
+    Args:
+        generators: one for each seed.
+        classes, distinct, common: number of classes K, and of tokens of each kind.
+        scale: standard deviation of the logarithm of a weight.
+        separable: whether each distinct token belongs to one class. A class then needs one: `distinct` ≥ `classes`.
+
+    >>> data = log_normal_classes(generators=[torch.Generator().manual_seed(0)], classes=2, distinct=3, separable=True)
+    >>> (data.frequency[0, :, :3] > 0).int().tolist()
+    [[1, 0, 1], [0, 1, 0]]
+    """
+    classes, scale, separable = whole("classes", classes), scalar("scale", scale, low=0.0), flag("separable", separable)
+    distinct, common = whole("distinct", distinct, low=int(separable) * classes), whole("common", common, low=0)
+    if distinct + common == 0:
+        raise InputError("distinct + common", "at least 1", 0, "give the classes some tokens")
+    memory.check("classes", 32 * classes * (distinct + common), "give fewer classes or tokens")
+    logits = []
+    for generator in check_generators(generators):
+        of_class = torch.randn(classes, distinct, generator=generator, dtype=dtype)
+        shared = torch.randn(common, generator=generator, dtype=dtype)
+        logits.append(torch.cat([of_class, shared.expand(classes, common)], dim=-1))
+    logit, token = scale * torch.stack(logits), torch.arange(distinct + common)
+    if not bool(logit.isfinite().all()):
+        raise InputError("scale", f"such that weights are finite in {dtype}", scale, "give a smaller scale")
+    absent = (token % classes != torch.arange(classes)[:, None]) & (token < distinct)
+    return TokenClasses(
+        frequency=(logit.masked_fill(absent, -torch.inf) if separable else logit).softmax(-1),
+        label=torch.arange(classes),
+        distinct=token < distinct,
+    )
+
+
 def contexts(
     frequency: Float[Tensor, "seed label token"],
     *,
@@ -206,6 +256,45 @@ def contexts(
     counts = torch.zeros(*token.shape[:2], frequency.shape[-1], dtype=frequency.dtype)
     counts.scatter_add_(-1, token, torch.ones_like(token, dtype=frequency.dtype))
     return Contexts(token=token, frequency=counts / length, label=torch.stack(labels))
+
+
+def stream_contexts(frequency: Tensor, *, samples: int, length: int, key: Int[Tensor, "2 _"]) -> Contexts:
+    """Return the contexts of one step of training: `contexts` as a function of a key, without a generator's state.
+
+    Args:
+        frequency: P[token | class] of every seed, [seed, label, token].
+        samples, length: number of contexts for each seed, and of tokens in each.
+        key: `joma.noise.key` of the seeds and the step.
+
+    >>> frequency = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]])
+    >>> drawn = stream_contexts(frequency, samples=4, length=3, key=noise.key(torch.tensor([7]), 3))
+    >>> drawn.label.tolist(), drawn.token.tolist()
+    ([[0, 0, 0, 1]], [[[1, 1, 0], [0, 1, 0], [0, 0, 0], [2, 2, 2]]])
+    """
+    samples, length = whole("samples", samples), whole("length", length)
+    frequency = as_floating("frequency", frequency, expected="[seed, label, token]", remedy="pass P[token | class]")
+    _check_stream_size(frequency, samples, length)
+    u = noise.uniform((samples, 1 + length), key=key, site=_STREAM).to(frequency.dtype)
+    if frequency.shape[:1] != key.shape[1:]:  # the values stay unread: a GPU would be awaited
+        expected = f"[seed, label, token] with {key.shape[-1]} seeds, as the key"
+        raise InputError("frequency", expected, f"shape {tuple(frequency.shape)}", "give one key for each seed")
+    label = (u[..., 0] * frequency.shape[1]).long().clamp_max(frequency.shape[1] - 1)
+    cumulative = frequency.cumsum(-1)
+    bounds = (cumulative / cumulative[..., -1:])[..., :-1]
+    of_sample = torch.take_along_dim(bounds, label[..., None], dim=1)
+    token = (u[..., 1:, None] >= of_sample[:, :, None]).sum(-1)
+    counts = (token[..., None] == torch.arange(frequency.shape[-1], device=token.device)).to(frequency.dtype).mean(-2)
+    return Contexts(token=token, frequency=counts, label=label)
+
+
+def _check_stream_size(frequency: Tensor, samples: int, length: int) -> None:
+    if frequency.ndim != 3 or frequency.numel() == 0:
+        expected, remedy = "[seed, label, token], not empty", "give at least one class and token"
+        raise InputError("frequency", expected, f"shape {tuple(frequency.shape)}", remedy)
+    seeds, _, tokens = frequency.shape
+    needed = 16 * seeds * samples * (1 + length) * tokens
+    if frequency.device.type == "cpu" and needed > _SURELY_FREE:
+        memory.check("samples`, `length", needed, "draw fewer or shorter contexts at once")
 
 
 def _check_frequency(frequency: Tensor, seeds: int) -> None:

@@ -4,5 +4,7 @@ from .block import Block as Block
 from .block import BlockConfig as BlockConfig
 from .clamped import ClampedEntropyDecoder as ClampedEntropyDecoder
 from .config import DecoderConfig as DecoderConfig
+from .one_layer import OneLayer as OneLayer
+from .one_layer_config import OneLayerConfig as OneLayerConfig
 from .steady import FrozenAttentionDecoder as FrozenAttentionDecoder
 from .transformer import Decoder as Decoder

@@ -90,7 +90,57 @@ class BlockConfig:
             raise InputError("temperature", expected, self.temperature, remedy)
 
 
-class Block(nn.Module):
+class StoredAttention(nn.Module):
+    """A module that stores its attention b [seed, sample, token] in the forward pass, and b's gradient after it."""
+
+    subject = "block"  # in the messages of errors
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b: Tensor | None = None  # of the last forward pass, with its gradient after the backward pass
+
+    def _store(self, b: Float[Tensor, "seed sample token"]) -> Float[Tensor, "seed sample token"]:
+        if b.requires_grad:
+            b.retain_grad()
+        self.b = b
+        return b
+
+    def mean_attention(self, weight: Tensor | None = None) -> Float[Tensor, "seed token"]:
+        """Return b̄ = E[b] over the samples of the last forward pass.
+
+        `weight` [sample] or [seed, sample] gives the samples' probabilities; None means uniform.
+
+        >>> block = Block(BlockConfig(tokens=2, hidden=1, scale=0.0), generators=[torch.Generator()])
+        >>> h = block(torch.tensor([[0.5, 0.5], [1.0, 0.0]], dtype=torch.float64))
+        >>> block.mean_attention()
+        tensor([[0.7500, 0.2500]], dtype=torch.float64)
+        """
+        b = self._last_b().detach()
+        return b.mean(dim=-2) if weight is None else (weight[..., None] * b).sum(dim=-2)
+
+    def pull(self) -> Float[Tensor, "seed token"]:
+        """Return E[b (y · b)] from the last backward pass, for the ledger's gap, with y = −∂loss/∂b of each sample.
+
+        With the loss averaged over samples of weight p_i, ∂loss/∂b_i = −p_i y_i, so that the gradient already contains
+        the weights. In a block y = Σ_k g_k h'_k v_k:
+
+            pull = −Σ_i b_i (b_i · ∂loss/∂b_i)
+
+        It contains the whole gradient of b, by every path, also those of `norm` and `skip`.
+        """
+        b = self._last_b()
+        if b.grad is None:
+            raise StateError(self.subject, "needs a backward pass first", "call `loss.sum().backward()`")
+        values = b.detach()
+        return -(values * (values * b.grad).sum(dim=-1, keepdim=True)).sum(dim=-2)
+
+    def _last_b(self) -> Tensor:
+        if self.b is None:
+            raise StateError(self.subject, "needs a forward pass first", f"call the {self.subject} on some contexts")
+        return self.b
+
+
+class Block(StoredAttention):
     """The block of Theorem 1 for many seeds at once.
 
         linear: b = x ∘ z_q     exp: b = x ∘ exp(z_q)     softmax: b = x ∘ exp(z_q/T) / Σ_l x_l exp(z_ql/T)
@@ -134,7 +184,7 @@ class Block(nn.Module):
         dim = int(config.dim or tokens + queries) if embeddings is None or not embeddings.ndim else len(embeddings)
         numbers = dim * (tokens + queries) + COPIES * len(generators) * (dim * hidden + queries * tokens)
         memory.check("config", numbers * dtype.itemsize, "choose fewer tokens, hidden units or seeds")
-        columns = _embeddings(embeddings, config.dim, tokens + queries).to(dtype)
+        columns = embedding_columns(embeddings, config.dim, tokens + queries).to(dtype)
         if config.skip and hidden > len(columns):
             raise InputError("hidden", f"at most dim = {len(columns)} with `skip`", hidden, "widen `dim`")
         self.register_buffer("U_C", columns[:, :tokens].contiguous())
@@ -147,7 +197,6 @@ class Block(nn.Module):
         self.w = nn.Parameter(torch.stack([w for w, _ in draws]))  # [seed, dim, hidden]
         self.z = nn.Parameter(torch.stack([z for _, z in draws]))  # [seed, query, token]
         self.bias = nn.Parameter(torch.zeros(len(draws), hidden, dtype=dtype)) if config.bias else None
-        self.b: Tensor | None = None  # of the last forward pass, with its gradient after the backward pass
 
     @property
     def v(self) -> Float[Tensor, "seed token hidden"]:
@@ -159,16 +208,13 @@ class Block(nn.Module):
 
         `query` [sample] or [seed, sample] is the query token of each sample; it may be None if there is only one.
         """
-        self._check(x, query)
+        check_contexts(x, query, self.z)
         z = self.z if query is None else _query_logits(self.z, query)
         return self.attention(z / self.config.temperature, x.to(z.dtype))
 
     def forward(self, x: Float[Tensor, "*seed sample token"], query: Tensor | None = None) -> Tensor:
         """Return h [seed, sample, hidden], and store b for `mean_attention` and, after the backward pass, `pull`."""
-        b = self.attend(x, query)
-        if b.requires_grad:
-            b.retain_grad()
-        self.b = b
+        b = self._store(self.attend(x, query))
         f = b @ self.U_C.T
         if self.config.residual:
             f = f + (self.u_q[:, 0] if query is None else self.u_q.T[query])
@@ -178,53 +224,21 @@ class Block(nn.Module):
         h = self.activation(y if self.bias is None else y + self.bias[:, None])
         return h + f[..., : h.shape[-1]] if self.config.skip else h
 
-    def mean_attention(self, weight: Tensor | None = None) -> Float[Tensor, "seed token"]:
-        """Return b̄ = E[b] over the samples of the last forward pass.
 
-        `weight` [sample] or [seed, sample] gives the samples' probabilities; None means uniform.
-
-        >>> block = Block(BlockConfig(tokens=2, hidden=1, scale=0.0), generators=[torch.Generator()])
-        >>> h = block(torch.tensor([[0.5, 0.5], [1.0, 0.0]], dtype=torch.float64))
-        >>> block.mean_attention()
-        tensor([[0.7500, 0.2500]], dtype=torch.float64)
-        """
-        b = self._last_b().detach()
-        return b.mean(dim=-2) if weight is None else (weight[..., None] * b).sum(dim=-2)
-
-    def pull(self) -> Float[Tensor, "seed token"]:
-        """Return E[b (Σ_k g_k h'_k v_k · b)] from the last backward pass, for the ledger's gap.
-
-        With the loss averaged over samples of weight p_i, ∂loss/∂b_i = −p_i Σ_k g_k h'_k v_k, so that the gradient
-        already contains the weights:
-
-            pull = −Σ_i b_i (b_i · ∂loss/∂b_i)
-
-        With `norm` or `skip` it contains the whole gradient of b, by both paths.
-        """
-        b = self._last_b()
-        if b.grad is None:
-            raise StateError("block", "needs a backward pass first", "call `loss.sum().backward()`")
-        values = b.detach()
-        return -(values * (values * b.grad).sum(dim=-1, keepdim=True)).sum(dim=-2)
-
-    def _last_b(self) -> Tensor:
-        if self.b is None:
-            raise StateError("block", "needs a forward pass first", "call the block on some contexts")
-        return self.b
-
-    def _check(self, x: Tensor, query: Tensor | None) -> None:
-        seeds, queries, tokens = self.z.shape
-        if x.ndim < 2 or x.shape[-1] != tokens or x.shape[:-2] not in ((), (seeds,)):
-            shape = f"[sample, token] or [seed, sample, token] with {tokens} tokens and {seeds} seeds"
-            raise InputError("x", shape, f"shape {tuple(x.shape)}", "give each context as token frequencies")
-        if query is None and queries > 1:
-            raise InputError("query", f"given, one of {queries} for each sample", "None", "pass their indices")
-        if query is not None and query.shape not in ((x.shape[-2],), (seeds, x.shape[-2])):
-            got = f"shape {tuple(query.shape)} with x of shape {tuple(x.shape)}"
-            raise InputError("query", "[sample] or [seed, sample]", got, "give one index for each sample")
+def check_contexts(x: Tensor, query: Tensor | None, z: Float[Tensor, "seed query token"]) -> None:
+    """Raise `InputError` unless contexts x and their query tokens fit the logits z in shape."""
+    seeds, queries, tokens = z.shape
+    if x.ndim < 2 or x.shape[-1] != tokens or x.shape[:-2] not in ((), (seeds,)):
+        shape = f"[sample, token] or [seed, sample, token] with {tokens} tokens and {seeds} seeds"
+        raise InputError("x", shape, f"shape {tuple(x.shape)}", "give each context as token frequencies")
+    if query is None and queries > 1:
+        raise InputError("query", f"given, one of {queries} for each sample", "None", "pass their indices")
+    if query is not None and query.shape not in ((x.shape[-2],), (seeds, x.shape[-2])):
+        got = f"shape {tuple(query.shape)} with x of shape {tuple(x.shape)}"
+        raise InputError("query", "[sample] or [seed, sample]", got, "give one index for each sample")
 
 
-def _embeddings(embeddings: Tensor | None, dim: int | None, columns: int) -> Tensor:
+def embedding_columns(embeddings: Tensor | None, dim: int | None, columns: int) -> Tensor:
     """Return the embeddings as columns: those that are given, or else columns of the identity."""
     if embeddings is None:
         dim = columns if dim is None else int(dim)

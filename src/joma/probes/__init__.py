@@ -6,6 +6,7 @@
 - `spectrum`: the stable rank and the participation ratio of hidden states.
 - `orthogonality`: the cosines between embeddings or hidden states.
 - `alignment`: how well hidden units represent latents.
+- `balance`: what gradient flow keeps of a head, and how far training leaves it.
 - `bounce`: the fall and return of a measured curve, compared with noise.
 - `permutation`: how much a prediction depends on the order of the earlier tokens.
 - `position`: how well positions can be read off hidden states, and whether neighbours are similar.

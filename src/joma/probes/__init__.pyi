@@ -1,5 +1,10 @@
 from .alignment import latent_alignment as latent_alignment
 from .alignment import mean_alignment as mean_alignment
+from .balance import Rotary as Rotary
+from .balance import head_balance as head_balance
+from .balance import head_drift as head_drift
+from .balance import head_gram as head_gram
+from .balance import head_imbalance as head_imbalance
 from .bounce import MeasuredBounce as MeasuredBounce
 from .bounce import measure_bounce as measure_bounce
 from .entropy import AttentionRows as AttentionRows
@@ -11,6 +16,7 @@ from .entropy import shannon_entropy as shannon_entropy
 from .orthogonality import Orthogonality as Orthogonality
 from .orthogonality import cosine_orthogonality as cosine_orthogonality
 from .permutation import PermutationGap as PermutationGap
+from .permutation import moved_predictions as moved_predictions
 from .permutation import permutation_gap as permutation_gap
 from .position import Adjacency as Adjacency
 from .position import PositionReadout as PositionReadout

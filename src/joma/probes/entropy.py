@@ -8,7 +8,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from joma.arguments import InputError
+from joma.arguments import InputError, flag
 from joma.probes.attention_call import AttentionCall, names_as_given, one_name
 from joma.probes.states import floating
 from joma.probes.summary import summary_rows
@@ -24,13 +24,14 @@ class AttentionRows(NamedTuple):
     largest: Tensor  # the largest weight
 
 
-def shannon_entropy(p: ArrayLike | Tensor, dim: int = -1) -> Tensor:
+def shannon_entropy(p: ArrayLike | Tensor, dim: int = -1, *, check: bool = True) -> Tensor:
     """Return the entropy H = −Σ p ln p of probabilities along `dim`, with 0 ln 0 = 0.
 
     Args:
         p: probabilities that sum to one along `dim`. A distribution that holds NaN, as the attention of a diverged
             seed does, has entropy NaN.
         dim: the axis of the distribution.
+        check: refuse what does not sum to one, for which a GPU is awaited; a captured step cannot wait.
 
     Returns:
         A tensor without the axis `dim`, between 0 and the logarithm of its length.
@@ -40,6 +41,13 @@ def shannon_entropy(p: ArrayLike | Tensor, dim: int = -1) -> Tensor:
     """
     p = floating("p", p, "pass probabilities")
     dim = axis("dim", dim, p)
+    if flag("check", check):
+        _check_sums(p, dim)
+    return torch.special.entr(p).sum(dim=dim)
+
+
+def _check_sums(p: Tensor, dim: int) -> None:
+    """Raise `InputError` unless the distributions along `dim`, those with NaN apart, sum to one."""
     sums = p.detach().sum(dim=dim)
     defined_sums, defined_p = sums, p.detach()
     if not torch.isfinite(sums).all():
@@ -48,7 +56,6 @@ def shannon_entropy(p: ArrayLike | Tensor, dim: int = -1) -> Tensor:
     if defined_sums.numel() and ((defined_sums - 1).abs().max() > 1e-3 or defined_p.min() < 0):
         got = f"sums in [{float(defined_sums.min()):.3g}, {float(defined_sums.max()):.3g}]"
         raise InputError("p", "distributions that sum to 1", got, "apply `.softmax(-1)` first")
-    return torch.special.entr(p).sum(dim=dim)
 
 
 def attention_entropy(

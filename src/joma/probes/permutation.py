@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from joma import memory
 from joma.arguments import InputError, described, whole
+from joma.arguments import sequence as sequence_of
 from joma.noise import check_generator
 from joma.probes.states import nan_where
 from joma.tensors import as_tensor
@@ -117,6 +118,53 @@ def permutation_gap(
     diverged = change.isnan().any(dim=-1) | spread.isnan()
     largest, mean = (nan_where(diverged, values) for values in (relative.amax(dim=-1), relative.mean(dim=-1)))
     return PermutationGap(largest, mean, nan_where(diverged, spread), orders.shape[1])
+
+
+def moved_predictions(
+    model: Model, tokens: Any, order: Any, *, inputs: int = 32, generator: torch.Generator | None = None
+) -> Float[Tensor, "*seed position"]:
+    """Return how far the prediction at each token moves when one sequence is rearranged by hand.
+
+        moved(i) = ‖y'(i) − y(π(i))‖ / spread
+
+    The rearranged sequence has token s_π(i) at position i; y' and y are the outputs of both sequences, compared at the
+    same token. `spread` is that of `permutation_gap`, so that at a last token that stays in its place this is one of
+    the changes that it maximises over.
+
+    Args:
+        model: as in `permutation_gap`.
+        tokens: one sequence, [position].
+        order: π, the former position of each token of the rearranged sequence, from 0 on.
+        inputs, generator: as in `permutation_gap`.
+
+    Returns:
+        The changes by position in the rearranged sequence, after the leading axes of the model's output.
+
+    >>> table = torch.randn(9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    >>> def bag(tokens):
+    ...     return table[tokens].cumsum(dim=1)
+    >>> moved_predictions(bag, [1, 2, 3, 4], order=[1, 0, 2, 3]).round(decimals=3)
+    tensor([0.7460, 0.7570, 0.0000, 0.0000], dtype=torch.float64)
+    """
+    sequence = _sequences(tokens)
+    if len(sequence) != 1:
+        raise InputError("tokens", "one sequence", f"{len(sequence)} of them", "call it for each of them")
+    permutation = torch.as_tensor(_permutation(order, sequence.shape[1]))
+    spread = permutation_gap(model, sequence, samples=1, inputs=inputs, generator=generator).spread
+    with torch.no_grad():
+        both = torch.cat([sequence, sequence[:, permutation]]).to(_device(model))
+        output = model(both)
+    before, after = getattr(output, "logits", output).double().unbind(dim=-3)
+    moved = (after - before[..., permutation, :]).norm(dim=-1)
+    return torch.where(moved == 0, 0.0, moved / spread[..., None])  # a model that ignores its context has spread 0
+
+
+def _permutation(order: Any, length: int) -> list[int]:
+    expected, remedy = f"the numbers 0 to {length - 1} in some order", "give each position once"
+    positions = [whole("order", position, low=0) for position in sequence_of("order", order, expected)]
+    if sorted(positions) != list(range(length)):
+        raise InputError("order", expected, positions, remedy)
+    return positions
 
 
 def _sequences(tokens: Any) -> Int[Tensor, "sample position"]:

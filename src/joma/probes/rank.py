@@ -164,7 +164,7 @@ def _frobenius(w: Float[Tensor, "*batch row column"]) -> Float[Tensor, "*batch"]
 def _small_bounds(w: Float[Tensor, "*batch row column"], size: Float[Tensor, "*batch 1 1"]) -> Bounds:
     """Return bounds of the largest eigenvalue of w wᵀ / size²."""
     w = (w / size).double()
-    return _squaring_bounds(w @ w.mT)
+    return _largest_eigenvalue(w @ w.mT)
 
 
 def _medium_bounds(w: Float[Tensor, "*batch row column"], size: Float[Tensor, "*batch 1 1"]) -> Bounds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,8 +19,10 @@ from joma.manifest import Manifest
 from joma.report.overview import overview, run_counts
 from joma.report.probe_page import data_url, environment, find_probes, read_probe
 from joma.report.rows import by_kind, readable
+from joma.report.sweep_section import read_section
 from joma.runs import FIGURES, HIGHLIGHT, Description, check_run, find_runs, read_claims, read_config
 from joma.stamp import now, provenance
+from joma.sweeps import find_sweeps
 
 SIZE = re.compile(rb"""<svg\b[^>]*?\s(width|height)="([\d.]+)pt"[^>]*?\s(width|height)="([\d.]+)pt\"""")
 UNSEEN = re.compile(rb"<!--.*?-->|<metadata>.*?</metadata>", re.DOTALL)
@@ -33,16 +35,17 @@ ARXIV = re.compile(r"arXiv[ :](\d{4}\.\d{4,5})")
 
 @dataclass(frozen=True)
 class Report:
-    """What `write_report` has written: the file, how many runs and which probes are in it, and why others are not."""
+    """What `write_report` has written: the file, what is in it, and why other runs, probes and sweeps are not."""
 
     path: Path
     runs: int
     left_out: tuple[str, ...]
     probes: tuple[Path, ...] = ()
+    sweeps: tuple[Path, ...] = ()
 
 
 def write_report(out: Path, order: Sequence[str] = (), seen: dict[Path, dict[str, Any]] | None = None) -> Report:
-    """Write `out/report.html` about the finished runs and probes below `out`; damaged ones are only named on the page.
+    """Write `out/report.html` about the runs, sweeps and probes below `out`; damaged ones are only named on the page.
 
     Args:
         out: the folder that runs were stored under.
@@ -51,26 +54,28 @@ def write_report(out: Path, order: Sequence[str] = (), seen: dict[Path, dict[str
             report that is written often while studies are run.
 
     Returns:
-        The report's path, the number of runs and the probes in it, and a message for each that is left out.
+        The report's path, the number of runs, the probes and sweeps in it, and a message for each that is left out.
     """
     paths = find_runs(out)
     probe_paths = find_probes(out, excluded=paths)
-    if not paths and not probe_paths:
+    sweep_paths = find_sweeps(out)
+    if not paths and not probe_paths and not sweep_paths:
         raise StorageError(f"no finished run below {out}; run `joma run --out {out}` first.")
     rank = {name: index for index, name in enumerate(order)}
     paths.sort(key=lambda path: rank.get(path.parent.name, len(rank)))  # stable: oldest first within a study
     seen = {} if seen is None else seen
     sections, left_out = _read_all(_section, paths, seen)
     probes, probes_left_out = _read_all(read_probe, probe_paths, seen)
-    left_out += probes_left_out
-    if not sections and not probes:
+    sweeps, sweeps_left_out = _read_all(_sweep, sweep_paths, seen)
+    left_out += probes_left_out + sweeps_left_out
+    if not sections and not probes and not sweeps:
         raise StorageError(f"no intact run below {out}: {left_out[0]}")
-    content = {"sections": sections, "probes": probes, "left_out": left_out, **overview(sections)}
+    content = {"sections": sections, "probes": probes, "sweeps": sweeps, "left_out": left_out, **overview(sections)}
     page = _template().render(**content, stamp=provenance(), now=now())
     remove_leftovers(out)
     write_text(out / "report.html", page)
-    included = tuple(probe["path"] for probe in probes)
-    return Report((out / "report.html").resolve(), len(sections), tuple(left_out), included)
+    included = [tuple(item["path"] for item in items) for items in (probes, sweeps)]
+    return Report((out / "report.html").resolve(), len(sections), tuple(left_out), *included)
 
 
 def _read_all(
@@ -105,7 +110,7 @@ def _section(path: Path) -> dict[str, Any]:
     """Return what the template shows of one run, all of it checked against the run's manifest."""
     manifest, trajectory = check_run(path)
     stored, config = read_claims(path), read_config(path)
-    figures = _figures(path, manifest, stored.description)
+    figures, highlight = _figures(path, manifest, stored.description), _highlight(path, manifest, stored.description)
     return {
         "anchor": f"{path.parent.name}-{path.name}",
         "study": config["study"],
@@ -118,12 +123,26 @@ def _section(path: Path) -> dict[str, Any]:
         "claims": stored.claims,
         "groups": by_kind((claim, {}) for claim in stored.claims),
         "counts": run_counts(stored.claims),
-        "highlight": _highlight(path, manifest, stored.description),
+        "highlight": highlight,
         "figures": figures,
-        "missing": [name for name in stored.description.figures or () if name not in {f["name"] for f in figures}],
+        "missing": _missing(stored.description, {figure["name"] for figure in (*figures, highlight) if figure}),
         "attributes": dict(sorted(trajectory.attrs.items())),
         "variables": [(name, _dimensions(variable)) for name, variable in trajectory.items()],
     }
+
+
+def _sweep(path: Path) -> dict[str, Any]:
+    """Return what the template shows of a sweep, with its figure if one is drawn."""
+    section = read_section(path)
+    manifest: Manifest = section["manifest"]
+    pictures = [name for name in manifest.files if name.endswith(".svg") and _is_complete(path / name)]
+    return section | {"figure": _figure(manifest, pictures[0]) if pictures else None}
+
+
+def _missing(description: Description, names: Collection[str]) -> list[str]:
+    """Return the names of the pictures that the run should have and that are not among `names`."""
+    expected = [*([HIGHLIGHT] if description.highlight else []), *(description.figures or ())]
+    return [name for name in expected if name not in names]
 
 
 def _dimensions(variable: xr.DataArray) -> str:

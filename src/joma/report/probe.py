@@ -15,7 +15,7 @@ from joma.drawing import evenly_spaced
 from joma.drawing import save as save_figure
 from joma.files import remove_leftovers, write_json, write_text
 from joma.manifest import file_checksum, write_manifest
-from joma.report.probe_figures import Quantity, draw, is_single
+from joma.report.probe_figures import Quantity, draw, head_curves, head_measure, is_single
 from joma.report.probe_page import AUDIT, PAGE, draw_figures, quantities, render
 from joma.report.table import grid, number
 from joma.runs import FIGURES, TRAJECTORY, write_trajectory
@@ -36,7 +36,7 @@ GAPS = 8  # steps that are named in the note of a table
 
 
 def tables(data: xr.Dataset, faults: Sequence[Fault]) -> Iterator[Table]:
-    """Yield a table of the faults, then tables of layers, weights and cosines; none for what was not measured."""
+    """Yield a table of the faults, then tables of layers, weights, heads and cosines; none for what is not measured."""
     if faults:
         rows = ((fault.kind, str(fault), str(len(fault.left_out))) for fault in faults)
         yield grid("Audit", ("fault", "what, and what to do", "left out"), rows)
@@ -44,6 +44,7 @@ def tables(data: xr.Dataset, faults: Sequence[Fault]) -> Iterator[Table]:
     contents = (
         *measures,
         ("Stable rank of the MLP's lower matrices", "stable_rank", weights(data)),
+        ("Head laws, at the end", f"value_output_{head_measure(data)}", heads(data)),
         ("Root mean square cosine", "hidden_cosine", cosines(data)),
     )
     for title, variable, records in contents:
@@ -68,6 +69,9 @@ def missing_steps(data: xr.Dataset) -> dict[str, list[int]]:
         if "step" in variable.dims:
             missing = variable.isnull().all([dim for dim in variable.dims if dim != "step"])
             gaps[str(name)] = data.step.values[missing.values].tolist()
+            if "module" in variable.dims:  # a law that does not exist is no gap, nor is the step that drift starts from
+                expected = data.step.values[1:] if "_drift" in str(name) else data.step.values
+                gaps[str(name)] = [] if missing.all() else [step for step in gaps[str(name)] if step in expected]
     return {name: steps for name, steps in gaps.items() if steps}
 
 
@@ -112,6 +116,25 @@ def weights(data: xr.Dataset) -> list[dict[str, Any]]:
     return [{"weight": name, **_course(rank)} for name, rank in ranks.items()]
 
 
+def heads(data: xr.Dataset) -> list[dict[str, Any]]:
+    """Return a record for each attention module: how far its heads are from either law, and different heads too.
+
+    Of a series it is the drift since the first checkpoint, of one model the imbalance; each time the last value.
+    """
+    measure = head_measure(data)
+    if measure is None:
+        return []
+    records = []
+    for index, module in enumerate(map(str, data.module.values)):
+        record: dict[str, Any] = {"attention": module, "measure": measure}
+        for label, values, others in head_curves(data, measure):
+            for name, part in ((label, values), (f"{label} of different heads", others)):
+                known = part.isel(layer=index).mean("head").dropna("step")
+                record[name] = float(known[-1]) if known.size else float("nan")
+        records.append(record)
+    return records
+
+
 def cosines(data: xr.Dataset) -> list[dict[str, Any]]:
     """Return records of embeddings and of hidden vectors at a few depths, each beside that of random directions."""
     curves = {"token embeddings": data.embedding_cosine} if "embedding_cosine" in data else {}
@@ -146,6 +169,7 @@ def summary(data: xr.Dataset) -> dict[str, Any]:
         "entropy": layers(data),
         "measures": {name: layers(data, name) for name in quantities(data) if name != "entropy"},
         "stable_rank": weights(data),
+        "heads": heads(data),
         "cosines": cosines(data),
         "missing_steps": missing_steps(data),
     }

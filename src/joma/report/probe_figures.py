@@ -1,8 +1,9 @@
-"""Draw a probed model or series: each measure of attention by layer and head, stable ranks and cosines."""
+"""Draw a probed model or series: each measure of attention by layer and head, stable ranks, head laws and cosines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from joma.drawing import canvas, evenly_spaced, letters, marker, series, style
 
+HEAD_LAWS = {"query_key": "queries and keys", "value_output": "values and outputs"}
+HEAD_MEASURES = {"drift": "drift from the law", "imbalance": "imbalance"}
+OTHERS = "_others"  # ends the names of measures between different heads
 SHOWN = 6  # layers drawn as curves, evenly spaced
 TICKS = 5  # labels on an axis of checkpoints
 LOGARITHMIC = 64  # a training longer than this many of its first intervals is drawn on a logarithmic axis
@@ -104,6 +108,53 @@ def rank_panels(data: xr.Dataset) -> list[Panel]:
             Panel("Every matrix", "every matrix", lambda axes: _draw_map(axes, ranks, "stable rank", "matrix"))
         )
     return panels
+
+
+def head_measure(data: xr.Dataset) -> str | None:
+    """Return which measure of the head laws is shown: the drift of a series, else the imbalance; None without any."""
+    for measure in HEAD_MEASURES:
+        if any(data[name].notnull().any() for law in HEAD_LAWS if (name := f"{law}_{measure}") in data):
+            return measure
+    return None
+
+
+def head_curves(data: xr.Dataset, measure: str) -> Iterator[tuple[str, xr.DataArray, xr.DataArray]]:
+    """Yield the label of each head law, its measure [step, layer, head], and the one between different heads."""
+    for law, label in HEAD_LAWS.items():
+        names = [f"{law}_{measure}{ending}" for ending in ("", OTHERS)]
+        if names[0] in data and data[names[0]].notnull().any():
+            values, others = (data[name].rename(module="layer", key_head="head") for name in names)
+            yield label, values, others
+
+
+def head_panels(data: xr.Dataset, measure: str) -> list[Panel]:
+    """Return a panel for each head law: its measure by layer, over the training if there is one."""
+    panels = []
+    for label, values, others in head_curves(data, measure):
+        quantity = Quantity(HEAD_MEASURES[measure], "")
+        shown = evenly_spaced(values.sizes["layer"], SHOWN)
+        by = "mean over heads by layer, with the least and the greatest head" if is_single(data) else "mean over heads"
+        selection = "" if is_single(data) else _selection(shown, values.sizes["layer"], "layers")
+        draw_law = partial(_draw_head_law, values=values, others=others, shown=shown, quantity=quantity)
+        panels.append(Panel(f"{label[:1].upper()}{label[1:]}", f"{label}, {by}{selection}", draw_law))
+    return panels
+
+
+def _draw_head_law(
+    axes: Axes, *, values: xr.DataArray, others: xr.DataArray, shown: Sequence[int], quantity: Quantity
+) -> None:
+    """Draw the measure of a head law by layer, and between different heads as a dotted line."""
+    chance = {"color": "grey", "linestyle": ":", "linewidth": 1, "label": "different heads"}
+    if values.sizes["step"] == 1:
+        _draw_layers(axes, values.isel(step=0), quantity)
+        axes.plot(np.arange(values.sizes["layer"]), others.isel(step=0).mean("head"), **chance)
+    else:
+        mean = values.mean("head")
+        _draw_curves(axes, [(f"layer {layer}", mean.isel(layer=layer)) for layer in shown], quantity.axis)
+        known = others.mean(("layer", "head")).dropna("step")
+        axes.plot(known.step.values + is_logarithmic(values.step.values), known.values, **chance)
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
 
 
 def cosine_panels(data: xr.Dataset) -> list[Panel]:
@@ -300,5 +351,7 @@ def figures(data: xr.Dataset, quantities: dict[str, Quantity]) -> Iterator[tuple
             yield name, attention_panels(data[name], quantity)
     if "stable_rank" in data:
         yield "stable_rank", rank_panels(data)
+    if (measure := head_measure(data)) is not None:
+        yield f"head_{measure}", head_panels(data, measure)
     if "hidden_cosine" in data or "embedding_cosine" in data:
         yield "cosines", cosine_panels(data)

@@ -17,7 +17,15 @@ import xarray as xr
 from joma.files import DamagedFile, StorageError, exists
 from joma.manifest import Manifest, read_manifest
 from joma.report import probe_sentences as sentences
-from joma.report.probe_figures import Quantity, describe, figures, is_single, measured_steps
+from joma.report.probe_figures import (
+    HEAD_MEASURES,
+    Quantity,
+    describe,
+    figures,
+    head_curves,
+    is_single,
+    measured_steps,
+)
 from joma.report.table import number
 from joma.runs import FIGURES, open_run
 
@@ -29,12 +37,18 @@ Cell = str | tuple[str, str]  # the text of a cell of a table, and a line in sma
 
 AUDIT, PAGE = "audit.json", "probe.html"
 MAX_DEPTH = 4  # of the folders below DIR in which results are looked for
-APART = frozenset([FIGURES, "checkpoints", "measures"])  # subfolders that hold no results of their own
+APART = frozenset([FIGURES, "checkpoints", "measures", "sweeps"])  # subfolders that hold no results of their own
 KNOWN = {"entropy": Quantity("attention entropy", "nats"), "sink_mass": Quantity("attention to the first token", "")}
+HEADS = {f"head_{measure}": measure for measure in HEAD_MEASURES}  # the figures of head laws
 ABOUT = {
     "entropy": "Entropy of the attention weights of each query, mean over all queries of the text.",
     "sink_mass": "Share of the attention weights on the first token, mean over all queries of the text.",
     "stable_rank": "Stable rank ‖W‖²_F / ‖W‖²₂ of the matrix by which each MLP reads its input.",
+    "head_drift": "Drift from the laws that gradient flow keeps of each head, W_Q W_Qᵀ − W_K W_Kᵀ and W_V W_Vᵀ − "
+    "W_Oᵀ W_O, since the first checkpoint: 0 under the law, 1 where one of the two terms moves alone; dotted: between "
+    "terms of different heads, which no law ties to each other.",
+    "head_imbalance": "Imbalance of each head: the norm of W_Q W_Qᵀ − W_K W_Kᵀ, and of W_V W_Vᵀ − W_Oᵀ W_O, relative "
+    "to those of its two terms; dotted: between terms of different heads.",
     "cosines": "Root mean square cosine between token embeddings and between hidden vectors; 0 is orthogonal, and "
     "the dotted line is what random directions give.",
 }
@@ -140,6 +154,8 @@ def _fault(fault: Mapping[str, Any]) -> dict[str, Any]:
 def _heading(name: str, data: xr.Dataset, known: Mapping[str, Quantity]) -> str:
     if name in known:
         return sentences.attention_heading(name, data, known[name])
+    if name in HEADS:
+        return sentences.head_heading(data, HEADS[name])
     return sentences.rank_heading(data) if name == "stable_rank" else sentences.cosine_heading(data)
 
 
@@ -149,6 +165,8 @@ def _table(name: str, data: xr.Dataset, known: Mapping[str, Quantity]) -> dict[s
     if name == "stable_rank":
         rows = {str(weight): data.stable_rank.sel(weight=weight) for weight in data.weight.values}
         return _course_table("matrix", "stable rank", rows)
+    if name in HEADS:
+        return _head_table(data, HEADS[name])
     rows = {"token embeddings": data.embedding_cosine} if "embedding_cosine" in data else {}
     if "hidden_cosine" in data:
         rows |= {f"hidden vectors, depth {d}": data.hidden_cosine.isel(depth=d) for d in range(data.sizes["depth"])}
@@ -202,6 +220,25 @@ def _attention_table(name: str, data: xr.Dataset, quantity: Quantity) -> dict[st
         rows.append(row)
     note = "Mean ± standard deviation over heads; below it the least and the greatest head."
     note += " Over sequences: standard deviation of the sequences' means, mean over heads." * (spread is not None)
+    return {"columns": columns, "rows": rows, "note": note}
+
+
+def _head_table(data: xr.Dataset, measure: str) -> dict[str, Any]:
+    """Return a table of attention modules: the last measure of either head law, and that between different heads."""
+    laws = list(head_curves(data, measure))
+    columns = ["", "attention", "key heads"]
+    for label, _, _ in laws:
+        columns += [f"{HEAD_MEASURES[measure]}, {label}", "between different heads"]
+    rows = []
+    for index, module in enumerate(map(str, data.module.values)):
+        count = max(int(values.isel(layer=index).notnull().any("step").sum()) for _, values, _ in laws)
+        row: list[Cell] = [str(index), module, str(count)]
+        for _, values, others in laws:
+            known, chance = (part.isel(layer=index).dropna("step", how="all") for part in (values, others))
+            row.append(_spread(known.isel(step=-1)) if known.sizes["step"] else "–")
+            row.append(_short(float(chance.isel(step=-1).mean())) if chance.sizes["step"] else "–")
+        rows.append(row)
+    note = "Mean ± standard deviation over key heads; below it the least and the greatest head."
     return {"columns": columns, "rows": rows, "note": note}
 
 

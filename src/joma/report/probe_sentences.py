@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from joma.report.probe_figures import Quantity, is_single, measured_steps
+from joma.report.probe_figures import Quantity, head_curves, is_single, measured_steps
 
 SIGNIFICANCE = 0.05  # p-value of noise alone below which a layer is said to recover
 UNCHANGED = 0.02  # relative change below which a mean is said to stay
@@ -64,11 +64,11 @@ def _sinks(variable: xr.DataArray, mean: xr.DataArray) -> str:
     end = float(mean[-1])
     if mean.sizes["step"] == 1:
         value, where = extreme_head(variable.isel(step=0), largest=True)
-        return f"The first token draws {end:.0%} of attention, most in {where} ({value:.0%})"
+        return f"The first token draws {100 * end:.0f} % of attention, most in {where} ({100 * value:.0f} %)"
     start = float(mean[0])
-    if f"{start:.0%}" == f"{end:.0%}":
-        return f"The first token draws {end:.0%} of attention at the end, as at the start"
-    return f"The first token draws {end:.0%} of attention at the end, and {start:.0%} at the start"
+    if f"{100 * start:.0f} %" == f"{100 * end:.0f} %":
+        return f"The first token draws {100 * end:.0f} % of attention at the end, as at the start"
+    return f"The first token draws {100 * end:.0f} % of attention at the end, and {100 * start:.0f} % at the start"
 
 
 def rank_heading(data: xr.Dataset) -> str:
@@ -80,6 +80,23 @@ def rank_heading(data: xr.Dataset) -> str:
     falls, count = int((end < start).sum()), int(np.isfinite(end - start).sum())
     verb, number = ("falls", falls) if 2 * falls >= count else ("rises", count - falls)
     return f"The stable rank {verb} in {number} of {count} {_plural('matrix', count)}"
+
+
+def head_heading(data: xr.Dataset, measure: str) -> str:
+    """Return how far heads have left the laws of gradient flow, or how far they are from balance in one model."""
+    parts = []
+    for label, values, others in head_curves(data, measure):
+        value, chance = _last_mean(values), _last_mean(others)
+        between = "" if np.isnan(chance) else f" ({chance:.2g} between different heads)"
+        parts.append(f"{value:.2g}{between} for {label}")
+    what = "Drift from what gradient flow keeps of a head" if measure == "drift" else "Imbalance of heads"
+    return f"{what}: {', '.join(parts)}"
+
+
+def _last_mean(values: xr.DataArray) -> float:
+    """Return the mean over layers and heads at the last step that was measured; NaN if none was."""
+    known = measured_steps(values)
+    return float(known.isel(step=-1).mean()) if known.sizes["step"] else float("nan")
 
 
 def cosine_heading(data: xr.Dataset) -> str:

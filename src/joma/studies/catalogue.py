@@ -10,8 +10,10 @@ from joma.study import Study
 # In the order of the paper, which is the order of `joma list` and of the report.
 STUDIES = {
     "invariance": "joma.studies.theorems.invariance",
+    "value-invariant": "joma.studies.theorems.value_invariant",
     "winner": "joma.studies.theorems.winner",
     "sparse-dense": "joma.studies.theorems.sparse_dense",
+    "ladder": "joma.studies.theorems.ladder",
     "critical-points": "joma.studies.theorems.critical_points",
     "cooccurrence": "joma.studies.theorems.cooccurrence",
     "alignment": "joma.studies.hierarchy.alignment",
@@ -21,6 +23,7 @@ STUDIES = {
     "learning-rates": "joma.studies.text.learning_rates",
     "activation-control": "joma.studies.text.activation_control",
     "bounce-control": "joma.studies.text.bounce_control",
+    "bounce-cause": "joma.studies.text.bounce_cause",
     "invariant-text": "joma.studies.text.invariant_text",
     "permutation": "joma.studies.symmetry.permutation",
     "addition": "joma.studies.symmetry.addition",

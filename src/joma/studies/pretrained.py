@@ -353,8 +353,8 @@ def outcome(run: xr.Dataset) -> str:
     )
     sentence = (
         f"{'In the toy' if toy else 'On average over models'}, entropy of the lowest layer falls by {fall:.2f} nats "
-        f"and comes back by {recovery:.2f}, the stable rank falls to {rank:.0%} of its start, and embeddings end with "
-        f"{excess:.1f} times the cosines of random directions"
+        f"and comes back by {recovery:.2f}, the stable rank falls to {100 * rank:.0f} % of its start, and embeddings "
+        f"end with {excess:.1f} times the cosines of random directions"
     )
     return sentence + ("; no public model was probed." if toy else ".")
 
@@ -439,7 +439,10 @@ STUDY = Study(
     version=3,
     presets={
         "quick": Preset(
-            Config(), seeds=3, seconds=40, title="A toy in place of OPT and Pythia: our probes on its checkpoints"
+            Config(steps=150),
+            seeds=3,
+            seconds=25,
+            title="A toy in place of OPT and Pythia: our probes on its checkpoints",
         ),
         "paper": Preset(Config(models=(*PYTHIA, *OPT)), seeds=1, seconds=3600),
     },

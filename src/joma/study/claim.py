@@ -159,10 +159,8 @@ class Claim:
             values, reason = np.array([np.nan]), f"this run has no {missing}" if str(missing) else "not in this run"
         if values.ndim != 1:
             raise TypeError(f"claim {self.name!r}: `measure` must return a number or one value for each seed")
-        if not reason and self.across == "interval" and (bound := self._bound_inside(values)) is not None:
-            low, high = mean_interval(values)
-            contained = f"{round(bound, 300):.3g}"  # `above(0.0)` begins at 5e-324
-            reason = f"undecided: the 95 % interval over seeds, {low:.3g} to {high:.3g}, contains {contained}"
+        if not reason and self.across == "interval":
+            reason = self._undecided(values)
         verdict: Verdict = "not tested" if reason else "holds" if self._holds(values) else "does not hold"
         return {**self.declaration, "measured": summary(values), "verdict": verdict, "reason": reason}
 
@@ -172,6 +170,17 @@ class Claim:
         if preset not in self.presets:
             return f"decided at preset {' or '.join(self.presets)} only"
         return f"needs {needed} seeds, this run has {seeds}" if seeds < needed else ""
+
+    def _undecided(self, values: np.ndarray) -> str:
+        """Return why the confidence interval of the mean decides nothing, or an empty text if it does."""
+        if values.size < 2:
+            return "the measure is one number for all seeds, which has no interval over seeds"
+        bound = self._bound_inside(values)
+        if bound is None:
+            return ""
+        low, high = mean_interval(values)
+        contained = f"{round(bound, 300):.3g}"  # `above(0.0)` begins at 5e-324
+        return f"undecided: the 95 % interval over seeds, {low:.3g} to {high:.3g}, contains {contained}"
 
     def _holds(self, values: np.ndarray) -> bool:
         if self.across == "interval":

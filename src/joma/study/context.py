@@ -40,7 +40,11 @@ class Arms:
 
 @dataclass(frozen=True)
 class LabelledTraining:
-    """One training of `Context.fit_together`. Its attributes are the arguments of `Context.fit`."""
+    """One training of `Context.fit_together`. Its attributes are the arguments of `Context.fit`, and `brief`.
+
+    A `brief` training takes seconds and is saved at its end only: where much is recorded at every step, saves on the
+    way would take as long as the training.
+    """
 
     model: Any
     loss: Callable[[Any, torch.Tensor], torch.Tensor]
@@ -51,6 +55,7 @@ class LabelledTraining:
     record: Record | None = None
     compute: Compute | None = None
     arms: Arms | None = None
+    brief: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,8 @@ class Context:
         if self.checkpoints is not None:
             folder = self.checkpoints / re.sub(r"[^a-z0-9.]+", "-", label.lower())
             min_seconds = 0.0 if self.device == "cpu" else CUDA_SAVE_SECONDS
-            saving = Saving(folder, self.save_steps(steps), min_seconds, {**self.run, "training": label})
+            save_steps = () if training.brief else self.save_steps(steps)
+            saving = Saving(folder, save_steps, min_seconds, {**self.run, "training": label})
         return Job(
             training.model.to(self.device),
             training.loss,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,12 @@ import xarray as xr
 
 from joma import memory
 from joma.arguments import MAX_WHOLE, InputError, choice, plain_text, short_reason, whole
-from joma.files import StorageError, exists, lock, remove_leftovers
+from joma.files import StorageError, exists, list_folder, lock, remove_leftovers
 from joma.progress import SILENT, Progress
 from joma.runs import (
     HIGHLIGHT,
+    OF_SEEDS,
+    SHARDS,
     Description,
     Run,
     StoredClaims,
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
 
 MAX_SEEDS = 10**6
+QUICK = "quick"  # the preset whose figures are for the report alone: it draws no PDF
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,8 @@ class Study:
             threads would mostly wait for each other.
         inputs: a function of a config that returns what else decides the result, by name, such as the checksum of a
             text that the config names; like the config, part of the run's hash.
+        exact_shards: whether on the CPU the bits of a seed are the same whatever seeds are trained beside it. If not,
+            seeds are split into shards on CUDA only, where the last bits depend on the batch in every study.
     """
 
     name: str
@@ -122,6 +128,7 @@ class Study:
     figures: Mapping[str, Drawing] = field(default_factory=dict)
     threads: int | None = None
     inputs: Callable[[Any], Mapping[str, str]] = lambda _: {}
+    exact_shards: bool = True
 
     def description(self, preset: str, outcome: str = "") -> Description:
         """Return what is stored with a run of `preset` for its readers."""
@@ -156,7 +163,7 @@ class Outcome:
 def execute(
     study: Study,
     *,
-    preset: str = "quick",
+    preset: str = QUICK,
     out: Path | str = "runs",
     seeds: int | None = None,
     config: Any = None,
@@ -171,33 +178,65 @@ def execute(
     chosen = choice("preset", preset, study.presets)
     config = chosen.config if config is None else config
     count = chosen.seeds if seeds is None else whole("seeds", seeds, high=MAX_SEEDS)
+    run = planned_run(study, config, seeds=count, out=Path(out))
+
+    def train() -> None:
+        context = Context(tuple(run.seeds), device, progress, run.path / "checkpoints", run.label)
+        run.begin(preset)
+        result, wall_time = compute(study, config, context)
+        warn_of_diverged_seeds(result, run)
+        run.save(result, device=device_name(device), wall_time=wall_time)
+
+    return complete(study, run, preset, train)
+
+
+def planned_run(study: Study, config: Any, *, seeds: int, out: Path) -> Run:
+    """Return the run of a config with seeds 0 to `seeds` − 1, begun or not; raise `InputError` for a bad value."""
     fields = dataclasses.asdict(config)
     for name, value in fields.items():
         _check_value(name, value)
-    run = Run(Path(out), study.name, study.version, {**fields, **study.inputs(config)}, tuple(range(count)))
+    return Run(out, study.name, study.version, {**fields, **study.inputs(config)}, tuple(range(seeds)))
+
+
+def complete(study: Study, run: Run, preset: str, train: Callable[[], None]) -> Outcome:
+    """Lock a run, let `train` begin it and save its trajectory unless that is stored, judge it and finish it.
+
+    Shards of the run are removed at the end: nobody needs them any more.
+    """
     with run.locked():
         adopt(run.path, preset)
-        stage, checkpoints = run.stage, run.path / "checkpoints"
+        stage = run.stage
         if stage == "finished":
-            return _finished(study, run.path)
-        if stage == "begun":
-            _train(study, config, run, preset, Context(tuple(run.seeds), device, progress, checkpoints, run.label))
-        claims, wall_time = _judge_and_finish(study, run.path)
-        run.log(f"finished after {wall_time:.1f} s")
-    return Outcome(study.name, read_config(run.path)["preset"], run.path, claims, wall_time, reused=stage != "begun")
+            outcome = _finished(study, run.path)
+        else:
+            if stage == "begun":
+                train()
+            claims, wall_time = _judge_and_finish(study, run.path)
+            run.log(f"finished after {wall_time:.1f} s")
+            stored_preset = read_config(run.path)["preset"]
+            outcome = Outcome(study.name, stored_preset, run.path, claims, wall_time, reused=stage != "begun")
+        _remove_shards(run.path)
+    return outcome
 
 
-def _train(study: Study, config: Any, run: Run, preset: str, context: Context) -> None:
-    """Run a study and store its trajectory."""
-    run.begin(preset)
+def _remove_shards(path: Path) -> None:
+    """Remove the shards of a run, except those that another process has locked; what remains does no harm."""
+    for folder in list_folder(path / SHARDS):
+        with suppress(StorageError), lock(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # there is none, or another process is in it
+        (path / SHARDS).rmdir()
+
+
+def compute(study: Study, config: Any, context: Context) -> tuple[xr.Dataset, float]:
+    """Call a study's `run`, and return its result and how many seconds it took."""
     start = time.perf_counter()
     with _threads(study.threads), _refusing_extremes(study, config):
         result = study.run(config, context)
-    _warn_of_diverged_seeds(result, run)
-    run.save(result, device=_device_name(context.device), wall_time=time.perf_counter() - start)
+    return result, time.perf_counter() - start
 
 
-def _device_name(device: str) -> str:
+def device_name(device: str) -> str:
     """Return the device for the provenance of a run, on CUDA with the name of the card."""
     if not device.startswith("cuda"):
         return device
@@ -218,6 +257,8 @@ def judge(study: Study, path: Path | str) -> Outcome:
         remove_leftovers(path, deep=True)
         adopt(path)
         config = read_config(path)
+        if OF_SEEDS in config:
+            raise StorageError(f"{path} holds some seeds of a run; run `joma run` with the same options to join them.")
         if (config["study"], config["version"]) != (study.name, study.version):
             stored = f"{config['study']}, version {config['version']}"
             present, remedy = f"{study.name}, version {study.version}", "run it again with `joma run`"
@@ -259,7 +300,7 @@ def _judge_and_finish(study: Study, path: Path) -> tuple[list[dict[str, Any]], f
     claims = [claim.judge(trajectory, preset) for claim in study.claims]
     reopen(path)
     description = study.description(preset, _outcome(study, trajectory))
-    _draw(study, trajectory, path, description.figures or ())
+    _draw(study, trajectory, path, description.figures or (), pdf=preset != QUICK)
     wall_time = float(trajectory.attrs["wall_time_s"])
     finish(path, StoredClaims(claims, description, wall_time))
     return claims, wall_time
@@ -277,7 +318,7 @@ def _outcome(study: Study, trajectory: xr.Dataset) -> str:
     return "" if re.search(r"\bnan\b", sentence) else sentence
 
 
-def _draw(study: Study, trajectory: xr.Dataset, path: Path, names: Sequence[str]) -> None:
+def _draw(study: Study, trajectory: xr.Dataset, path: Path, names: Sequence[str], *, pdf: bool) -> None:
     """Draw and write all figures of a study under these names, and remove those that it no longer has."""
     from joma.drawing import clear, save, style
 
@@ -289,7 +330,7 @@ def _draw(study: Study, trajectory: xr.Dataset, path: Path, names: Sequence[str]
         try:
             with style():
                 figure = draw(trajectory)
-            save(figure, path / "figures" / name, caption=caption)
+            save(figure, path / "figures" / name, caption=caption, pdf=pdf)
         except ValueError as cause:
             if not _has_diverged(trajectory):
                 raise
@@ -301,16 +342,20 @@ def _has_diverged(trajectory: xr.Dataset) -> bool:
     return "diverged" in trajectory and bool((trajectory.diverged >= 0).any())
 
 
-def _warn_of_diverged_seeds(result: xr.Dataset, run: Run) -> None:
-    """Warn of seeds that diverged: their measurements are NaN from that step on."""
-    if "diverged" not in result:
-        return
-    diverged = (result.diverged >= 0).any([dim for dim in result.diverged.dims if dim != "seed"])
-    seeds = result.seed.values[diverged.values]
-    if len(seeds):
-        line = f"seeds {', '.join(map(str, seeds))} diverged: their loss was not finite, and they were frozen there"
+def warn_of_diverged_seeds(result: xr.Dataset, run: Run) -> None:
+    """Warn of seeds that diverged, and note it in the run's log: their measurements are NaN from that step on."""
+    if line := describe_diverged_seeds(result):
         run.log(line)
         warnings.warn(f"{run.study}: {line}.", stacklevel=3)
+
+
+def describe_diverged_seeds(result: xr.Dataset) -> str:
+    """Return a line that names the seeds that diverged, or an empty one."""
+    if "diverged" not in result:
+        return ""
+    diverged = (result.diverged >= 0).any([dim for dim in result.diverged.dims if dim != "seed"])
+    seeds = ", ".join(map(str, result.seed.values[diverged.values]))
+    return f"seeds {seeds} diverged: their loss was not finite, and they were frozen there" if seeds else ""
 
 
 def _check_value(name: str, value: Any) -> None:

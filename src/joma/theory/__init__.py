@@ -3,8 +3,10 @@
 - `growth`: Theorems 2 and 4; `bounce`: whether and when the entropy of Theorem 4 returns.
 - `mixture`: Theorem 3; `critical`: its critical points.
 - `hierarchy`: Theorem 5.
-- `invariants`: Theorem 1, the prediction and the ledger.
+- `invariants`: Theorem 1, the prediction and the ledger; `factored`: that of logits that are products of keys.
 - `block_flow`: the coupled flow of the block that they all describe, with `activations` and `losses`.
+- `value_flow`: the flow of a block with values, and LayerNorm and an MLP above them.
+- `populations`: all contexts of a source of tokens; `optimum`: where the block's cross entropy is least on them.
 - `flows`: the reduced flows; `integration`: the integrator of all of them.
 """
 

@@ -2,6 +2,7 @@ from . import activations as activations
 from . import block_flow as block_flow
 from . import bounce as bounce
 from . import critical as critical
+from . import factored as factored
 from . import flows as flows
 from . import growth as growth
 from . import hierarchy as hierarchy
@@ -9,3 +10,6 @@ from . import integration as integration
 from . import invariants as invariants
 from . import losses as losses
 from . import mixture as mixture
+from . import optimum as optimum
+from . import populations as populations
+from . import value_flow as value_flow

@@ -12,7 +12,6 @@ DOP853.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,17 +20,14 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, check_size, choice, described, flag, instance, probabilities, real, scalar
+from joma.arguments import InputError, choice, described, flag, instance, probabilities, real, scalar
 from joma.theory.activations import Activation, named, smoothed
+from joma.theory.block_parts import embedding_columns, layer_norm, layer_norm_backward, pack, query_indices, unpack
 from joma.theory.integration import DEFAULT_SOLVER, Solution, Solver, Times, integrate
 from joma.theory.invariants import ATTENTIONS, AttentionLaw, Ledger, ledger_rates, predict, reference
 from joma.theory.losses import Gradient
 
-LAYER_NORM_EPSILON = 1e-5  # PyTorch's default
-
 Samples = Float[np.ndarray, "sample token"]
-Embedded = Float[np.ndarray, "sample dim"]
-Deviation = Float[np.ndarray, "sample 1"]
 Weight = Float[np.ndarray, "dim hidden"]
 Logits = Float[np.ndarray, "query token"]
 Bias = Float[np.ndarray, " hidden"]
@@ -161,14 +157,14 @@ class BlockFlow:
         f = b @ self.context.T
         if self.residual:
             f = f + self.query_embedding.T[self.query]
-        mlp_input, deviation = _normalise(f) if self.layer_norm else (f, None)
+        mlp_input, deviation = layer_norm(f) if self.layer_norm else (f, None)
         preactivation = mlp_input @ w + bias
         output = self.activation.value(preactivation)
         g = self.weight[:, None] * self.gradient(output if self.skip is None else output + f @ self.skip)
         slope = g * self.activation.slope(preactivation)
         f_gradient = slope @ w.T
         if deviation is not None:
-            f_gradient = _normalise_backward(f_gradient, mlp_input, deviation)
+            f_gradient = layer_norm_backward(f_gradient, mlp_input, deviation)
         if self.skip is not None:
             f_gradient = f_gradient + g @ self.skip.T
         y = f_gradient @ self.context
@@ -209,13 +205,13 @@ class BlockFlow:
         shapes = [part.shape for part in (*start, no_ledger, no_ledger)]
 
         def rhs(_: float, state: np.ndarray) -> np.ndarray:
-            w, z, bias, _drift, _gap = _unpack(state, shapes)
+            w, z, bias, _drift, _gap = unpack(state, shapes)
             velocity = self.velocity(w, z, bias)
-            return _pack(velocity.w, velocity.z, velocity.bias, *self._ledger_rates(w, velocity, ledger_reference))
+            return pack(velocity.w, velocity.z, velocity.bias, *self._ledger_rates(w, velocity, ledger_reference))
 
-        state, numbers = _pack(*start, no_ledger, no_ledger), self._numbers(start)
+        state, numbers = pack(*start, no_ledger, no_ledger), self._numbers(start)
         solution = integrate(rhs, state, times, self._solver(solver), numbers=numbers)
-        return self._solution(solution, _unpack(solution.states, shapes))
+        return self._solution(solution, unpack(solution.states, shapes))
 
     def solve_folded(
         self,
@@ -246,13 +242,13 @@ class BlockFlow:
             return predict("exp", v, v0, start.z, kappa=self.training.kappa)[..., None, :]
 
         def rhs(_: float, state: np.ndarray) -> np.ndarray:
-            w, bias = _unpack(state, shapes)
+            w, bias = unpack(state, shapes)
             velocity = self.velocity(w, logits(w), bias)
-            return _pack(velocity.w, velocity.bias)
+            return pack(velocity.w, velocity.bias)
 
-        state, numbers = _pack(start.w, start.bias), self._numbers(start)
+        state, numbers = pack(start.w, start.bias), self._numbers(start)
         solution = integrate(rhs, state, times, self._solver(solver), numbers=numbers)
-        w, bias = _unpack(solution.states, shapes)
+        w, bias = unpack(solution.states, shapes)
         no_ledger = np.zeros((len(w), len(self.b_ref)))
         z = logits(w) if len(w) else np.empty((0, *start.z.shape))
         return self._solution(solution, [w, z, bias, no_ledger, no_ledger])
@@ -349,8 +345,8 @@ def block(
     law, frequency = choice("attention", attention, ATTENTIONS), real("x", x, ndim=2, low=0.0)
     if law.normalised and not (frequency.sum(axis=1) > 0).all():
         raise InputError("x", "positive somewhere in every sample", "a row of zeros", "drop empty contexts")
-    queries, phi = _queries(query, len(frequency)), named(activation)
-    context, query_embedding = _embedding(architecture.embedding, frequency.shape[1], queries)
+    queries, phi = query_indices(query, len(frequency)), named(activation)
+    context, query_embedding = embedding_columns(architecture.embedding, frequency.shape[1], queries)
     b_ref = reference(frequency, weight)
     samples = len(frequency)
     skip = architecture.skip
@@ -371,44 +367,3 @@ def block(
         b_ref=b_ref,
         method="DOP853" if phi.smooth else "LSODA",
     )
-
-
-def _queries(query: ArrayLike, samples: int) -> Int[np.ndarray, " sample"]:
-    index = real("query", query, low=0.0)
-    if index.shape not in ((), (samples,)) or (index != np.round(index)).any() or (index >= 2**53).any():
-        expected = f"one whole number, or one for each of {samples} samples"
-        raise InputError("query", expected, described(query), "match `x`")
-    return np.broadcast_to(index, (samples,)).astype(np.int64)
-
-
-def _embedding(embedding: ArrayLike | None, tokens: int, query: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the columns of the embedding that belong to contextual tokens, and those that belong to queries."""
-    columns = tokens + 1 + int(query.max())
-    check_size("query", (columns, columns))
-    u = np.eye(columns) if embedding is None else real("embedding", embedding, ndim=2)
-    if u.shape[1] < columns:
-        remedy = "give a column for each token, then one for each query"
-        raise InputError("embedding", f"of at least {columns} columns", f"shape {u.shape}", remedy)
-    return u[:, :tokens], u[:, tokens:]
-
-
-def _normalise(f: Embedded) -> tuple[Embedded, Deviation]:
-    """Return LayerNorm(f), without its learned scale and shift, and the deviation that it divided by."""
-    deviation = np.sqrt(f.var(axis=1, keepdims=True) + LAYER_NORM_EPSILON)
-    return (f - f.mean(axis=1, keepdims=True)) / deviation, deviation
-
-
-def _normalise_backward(gradient: Embedded, normalised: Embedded, deviation: Deviation) -> Embedded:
-    """Return the gradient with respect to f, from the one with respect to LayerNorm(f)."""
-    along = (gradient * normalised).mean(axis=1, keepdims=True)
-    return (gradient - gradient.mean(axis=1, keepdims=True) - normalised * along) / deviation
-
-
-def _pack(*parts: np.ndarray) -> np.ndarray:
-    return np.concatenate([part.ravel() for part in parts])
-
-
-def _unpack(states: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
-    parts = np.split(states, ends, axis=-1)
-    return [part.reshape(*states.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import root_scalar
 from scipy.special import softmax
 
-from joma.arguments import InputError
+from joma.arguments import InputError, flag
 from joma.theory import inversion
 from joma.theory.growth import attention_entropy
 from joma.theory.inversion import Table
@@ -49,7 +49,9 @@ class Bounce(NamedTuple):
     depth: np.ndarray  # limit − least, to full relative accuracy however small
 
 
-def entropy_bounce(mu: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float | None = None) -> Bounce:
+def entropy_bounce(
+    mu: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float | None = None, normalised: bool | None = None
+) -> Bounce:
     """Return the least entropy of attention along `nonlinear`, or along `softmax_nonlinear` (Theorem 4).
 
     Args:
@@ -57,6 +59,7 @@ def entropy_bounce(mu: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float | 
         v0: weights at time 0.
         temperature: None for the flow of `nonlinear`, whose attention is softmax(v²/2); a number for that of
             `softmax_nonlinear`, whose attention is softmax(v²/temperature).
+        normalised: False for the flow of `nonlinear` with this temperature.
 
     Returns:
         A `Bounce`. Entropy has bounced where `least` is below `start` and `depth` is positive.
@@ -66,8 +69,9 @@ def entropy_bounce(mu: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float | 
     (np.float64(0.661), np.float64(0.4278), np.float64(0.862))
     """
     centre, start = _rows(mu, v0, 2.0 if temperature is None else temperature)
+    normalised = temperature is not None if normalised is None else flag("normalised", normalised)
     rows = zip(*map(_flat, (centre, start)), strict=True)
-    bounces = [_row_bounce(row_mu, row_v0, normalised=temperature is not None) for row_mu, row_v0 in rows]
+    bounces = [_row_bounce(row_mu, row_v0, normalised=normalised) for row_mu, row_v0 in rows]
     return Bounce(*(np.array(field).reshape(centre.shape[:-1]) for field in zip(*bounces, strict=True)))
 
 

@@ -193,17 +193,18 @@ def linear_attention(
 
 
 @old_names(t="times")
-def nonlinear(mu: ArrayLike, times: ArrayLike, v0: ArrayLike = 0.05) -> np.ndarray:
+def nonlinear(mu: ArrayLike, times: ArrayLike, v0: ArrayLike = 0.05, *, temperature: float = 2.0) -> np.ndarray:
     """Return the weights as they converge to their centres μ, with attention folded in (Theorem 4).
 
-        v̇ = (μ − v) exp(v²/2),    t = ∫_{v0}^{v} exp(−s²/2)/(μ − s) ds
+        v̇ = (μ − v) exp(v²/T),    t = ∫_{v0}^{v} exp(−s²/T)/(μ − s) ds
 
     The quadrature is inverted, so that every time costs the same, early or late (`joma.theory.inversion`).
 
     Args:
-        mu: centre μ of each component; any sign, |μ| ≤ 37.
+        mu: centre μ of each component; any sign, |μ| √(2/T) ≤ 37.
         times: at least 0.
-        v0: weights at time 0, on either side of μ; |v0| ≤ 37.
+        v0: weights at time 0, on either side of μ; |v0| √(2/T) ≤ 37.
+        temperature: T, positive; 2 in the theorem, and 2/κ with unequal learning rates.
 
     Returns:
         The weights, of shape `times.shape + (components)`.
@@ -213,12 +214,14 @@ def nonlinear(mu: ArrayLike, times: ArrayLike, v0: ArrayLike = 0.05) -> np.ndarr
            [0.4352, 0.6593, 1.73  ],
            [0.6871, 1.1061, 3.    ]])
     """
-    (centre, start), times = inversion.components(mu, v0), real("times", times, low=0.0)
+    stretch = inversion.stretch(temperature)
+    (centre, start), times = inversion.components(mu, v0, stretch), real("times", times, low=0.0)
     v = np.empty((times.size, centre.size))
     for block, table in inversion.pieces(centre.ravel(), start.ravel(), times.size):
         for part, weights, _ in inversion.chunks(table, times.ravel()):
             v[part, block] = weights
-    v[times.ravel() == 0] = start.ravel()
+    v /= stretch
+    v[times.ravel() == 0] = np.broadcast_to(real("v0", v0), centre.shape).ravel()
     return v.reshape(times.shape + centre.shape)
 
 

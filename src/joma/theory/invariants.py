@@ -12,6 +12,16 @@ Z = Σ_m z_m obeys a law with a remainder, the `Ledger`:
     Z(t) − Z(0) = (κ/2T) [Σ_k v_k² − b_ref Σ_k ‖v_k‖²]₀ᵗ − drift(t) − gap(t) − step(t)
 
 Only the sum over queries is fixed by the weights. A single z_m is not predicted, unless there is one query.
+
+The laws are about the first trained linear map after attention. In JoMA's block that is the MLP's lower layer. In a
+Transformer it is the value matrix, and nothing is asked of what stands above it (`docs/value-path.md`). With fixed
+orthonormal embeddings e_l of the tokens, every function of this module then holds with
+
+    v := p_l = W_V e_l, the value vectors [token, value],          rate_w := η_V
+
+If the logits are products z_ml = q_m · k_l of queries and keys k_l = W_K e_l, the law of linear attention holds for the
+coordinates of the keys in the place of the queries: z := the key vectors as [head, token], rate_z := η_K. That is
+‖k_l‖²/η_K − ‖p_l‖²/η_V is constant. For products with exp or softmax attention see `joma.theory.factored`.
 """
 
 from __future__ import annotations
@@ -118,10 +128,10 @@ def predict(
 
     Args:
         attention: a name of `ATTENTIONS`.
-        v: weights now, [..., token, hidden], context rows only.
+        v: weights now, [..., token, hidden], context rows only; or value vectors, [..., token, value].
         v0: weights at the start, of the same last two axes.
-        z0: logits at the start, [..., query, token].
-        kappa: η_z/η_w, the ratio of the learning rates.
+        z0: logits at the start, [..., query, token]; or, for linear attention, key vectors, [..., head, token].
+        kappa: η_z/η_w, the ratio of the learning rates; η_z/η_V or η_K/η_V for value vectors.
         temperature: T of softmax; the others have none.
         b_ref: softmax's fixed reference [..., token], which sums to 1: see `reference`. The others need none.
 
@@ -160,10 +170,10 @@ def conserved(attention: str, v: ArrayLike, z: ArrayLike, *, rate_w: float = 1.0
 
     Args:
         attention: a name of `ATTENTIONS`.
-        v: weights, [..., token, hidden], context rows only.
-        z: logits, [..., query, token].
-        rate_w: η_w, learning rate of the weights.
-        rate_z: η_z, learning rate of the logits.
+        v: weights, [..., token, hidden], context rows only; or value vectors, [..., token, value].
+        z: logits, [..., query, token]; or, for linear attention, key vectors, [..., head, token].
+        rate_w: η_w, learning rate of the weights; η_V for value vectors.
+        rate_z: η_z, learning rate of the logits; η_K for key vectors.
 
     Returns:
         An array [..., token], or [..., query] for softmax; leading axes broadcast.
@@ -208,7 +218,7 @@ def ledger(
     `b_bar` and `pull` of a step must come from its minibatch; E is over all samples of it, whatever their query.
 
     Args:
-        v: weights before every step and after the last, [step + 1, ..., token, hidden].
+        v: weights, or value vectors, before every step and after the last, [step + 1, ..., token, hidden].
         b_bar: E[b] at each step, [step, ..., token].
         pull: E[b (b · Σ_k g_k h'_k v_k)] at each step, [step, ..., token]; the inner sum is −∂loss/∂b.
         rate_w: η_w, learning rate of the weights.
@@ -252,8 +262,8 @@ def finite_steps(attention: str, v: ArrayLike, z: ArrayLike, *, kappa: float = 1
 
     Args:
         attention: linear or exp.
-        v: weights before every step and after the last, [step + 1, ..., token, hidden].
-        z: logits likewise, [step + 1, ..., query, token].
+        v: weights, or value vectors, before every step and after the last, [step + 1, ..., token, hidden].
+        z: logits likewise, [step + 1, ..., query, token]; or, for linear attention, key vectors, [..., head, token].
         kappa: η_z/η_w.
 
     Returns:

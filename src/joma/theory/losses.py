@@ -1,4 +1,4 @@
-"""The gradient g = −∂loss/∂h that the layer above sends back to the hidden units of a block, for three losses.
+"""The gradient g = −∂loss/∂h that the layer above sends back to the hidden units of a block, for four losses.
 
 Each function returns a function from the hidden units h to g, both [sample, hidden].
 """
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 from scipy.special import softmax
 
-from joma.arguments import InputError, real, whole
+from joma.arguments import InputError, probabilities, real, whole
 
 Gradient = Callable[[np.ndarray], np.ndarray]
 Outputs = Float[np.ndarray, "sample hidden"]
@@ -46,6 +46,30 @@ def cross_entropy(label: ArrayLike) -> Gradient:
                 "label", expected, f"{len(classes)} labels up to {classes.max()}", "match samples and units"
             )
         return np.eye(output.shape[1])[classes] - softmax(output, axis=1)
+
+    return gradient
+
+
+def soft_cross_entropy(posterior: ArrayLike) -> Gradient:
+    """Return the gradient of cross entropy with a distribution over classes as the target of each sample.
+
+        g_k = P(k | sample) − softmax(h)_k
+
+    It is that of `cross_entropy` averaged over the classes of equal samples, which need only be listed once.
+
+    Args:
+        posterior: probability of each class, [sample, hidden].
+
+    >>> soft_cross_entropy([[0.25, 0.75]])(np.zeros((1, 2)))
+    array([[-0.25,  0.25]])
+    """
+    target = probabilities("posterior", posterior, ndim=2)
+
+    def gradient(output: Outputs) -> Outputs:
+        if target.shape != output.shape:
+            expected = f"[sample, hidden] of shape {output.shape}"
+            raise InputError("posterior", expected, target.shape, "match samples and units")
+        return target - softmax(output, axis=1)
 
     return gradient
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -75,8 +75,20 @@ def audit_series(series: Checkpoints, *, store: Store | None = None, progress: P
     ...     [(fault.kind, fault.checkpoints) for fault in audit_series(Checkpoints(folder)).faults]
     [('identical', ('step0', 'step1'))]
     """
+    return audit_sketches(series, series.measure(SKETCH, store=store, progress=progress))
+
+
+def audit_sketches(
+    series: Checkpoints, sampled: Iterable[tuple[LazyCheckpoint, dict[str, np.ndarray] | InputError]]
+) -> Audit:
+    """Return the audit of a series whose checkpoints have been sketched; no weights are read.
+
+    Args:
+        series: the checkpoints.
+        sampled: each checkpoint in training order, with the result of `SKETCH` or the error.
+    """
     faults, sketches = list(series.faults), {}
-    for checkpoint, arrays in series.measure(SKETCH, store=store, progress=progress):
+    for checkpoint, arrays in sampled:
         if isinstance(arrays, InputError):
             faults.append(Fault.from_error("unreadable", checkpoint.name, arrays))
         else:

@@ -23,6 +23,10 @@ class Unreadable(InputError):
     """Weights that cannot be read: which file, what it must be, what it is instead, and what to do."""
 
 
+class NotFinite(Unreadable):
+    """Weights or results of a forward pass that are NaN or infinite."""
+
+
 @contextmanager
 def reading(name: str, kind: str = "file") -> Iterator[None]:
     """Turn every error inside the block into `Unreadable` for the file, or the `kind` of thing, with this name.

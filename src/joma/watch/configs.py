@@ -220,13 +220,7 @@ def load_config(folder: Path, name: str) -> Any:
         folder: the checkpoint's folder.
         name: the checkpoint's name in error messages.
     """
-    config_folder = folder_with(folder, (CONFIG,))
-    if config_folder is None:
-        remedy = f"add it to have attention measured {ONLY_WEIGHTS}"
-        raise Unreadable(name, "a model with a config.json", "none", remedy)
-    label = f"{name}/{CONFIG}"
-    fields = _parse(read_bytes(config_folder / CONFIG, label, MAX_BYTES), label)
-    _check_fields(fields, label)
+    fields, label = read_fields(folder, name), f"{name}/{CONFIG}"
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers().CONFIG_MAPPING:
         got = f"the model type {clipped(repr(model_type), 60)}"
@@ -240,6 +234,23 @@ def load_config(folder: Path, name: str) -> Any:
         _check_sizes(config, label)
         computed_fields(config)  # what cannot be compared fails here, under the checkpoint's name
     return config
+
+
+def read_fields(folder: Path, name: str) -> dict[str, Any]:
+    """Return the entries of the config.json in `folder` or its parent, checked, but not those of a known model alone.
+
+    Args:
+        folder: the checkpoint's folder.
+        name: the checkpoint's name in error messages.
+    """
+    config_folder = folder_with(folder, (CONFIG,))
+    if config_folder is None:
+        remedy = f"add it to have attention and its heads measured {ONLY_WEIGHTS}"
+        raise Unreadable(name, "a model with a config.json", "none", remedy)
+    label = f"{name}/{CONFIG}"
+    fields = _parse(read_bytes(config_folder / CONFIG, label, MAX_BYTES), label)
+    _check_fields(fields, label)
+    return fields
 
 
 def _parse(content: bytes, label: str) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def _draw_sinks(axes: Axes, data: xr.Dataset) -> None:
     title = "No finite value"
     if mean.notnull().any():
         layer = int(np.nanargmax(mean.values))
-        title = f"Most on sinks: layer {layers.short[layer]} ({float(mean[layer]):.0%})"
+        title = f"Most on sinks: layer {layers.short[layer]} ({100 * float(mean[layer]):.0f} %)"
     axes.set(ylabel=quantity(data.sink_mass), title=title, ylim=(0, 1.06 * axes.get_ylim()[1]))
 
 
@@ -299,9 +299,9 @@ def _concentration(weights: xr.DataArray) -> str:
         place = (
             "the query itself" if distance == 0 else f"the key {abs(distance)} {'before' if distance > 0 else 'after'}"
         )
-        return f"{where}:\n{by_distance[distance]:.0%} of the weight on {place}"
+        return f"{where}:\n{100 * by_distance[distance]:.0f} % of the weight on {place}"
     token = f", “{_token_labels(seen, 'key', [key])[0]}”" if "key_token" in seen.coords else ""
-    return f"{where}:\n{by_key[key]:.0%} of the weight on key {int(seen['key'][key])}{token}"
+    return f"{where}:\n{100 * by_key[key]:.0f} % of the weight on key {int(seen['key'][key])}{token}"
 
 
 def _label(text: str, most: int = MAX_LABEL) -> str:

@@ -73,7 +73,7 @@ class HiddenStates:
 
     @property
     def rows_unknown(self) -> dict[str, str]:
-        """For each block whose padded tokens the model's masks do not tell, the reason; all its tokens count."""
+        """For each block whose padded tokens the model's masks do not show, the reason; all its tokens count."""
         return self.row_masks.unknown
 
     def dataset(self) -> xr.Dataset:

@@ -71,8 +71,10 @@ class Folders:
             status = _status(file, label)
         except Unreadable:  # named when the file is opened, which may never happen
             return FileEntry(label, "unreadable", partial(_source, file, label), partial(_path, file, label))
-        identity = f"{status.st_size} {status.st_mtime_ns} {status.st_dev} {status.st_ino}"
-        return FileEntry(label, identity, partial(_source, file, label), partial(_path, file, label))
+        portable = f"{status.st_size} {status.st_mtime_ns}"
+        identity = f"{portable} {status.st_dev} {status.st_ino}"
+        functions = partial(_source, file, label), partial(_path, file, label)
+        return FileEntry(label, identity, *functions, size=status.st_size, portable=portable)
 
 
 def _mode(path: Path) -> int | None:
@@ -151,7 +153,7 @@ class Hub:
 
         identity = file.lfs.sha256 if file.lfs else file.blob_id
         source = ByteSource(label, file.size, lambda start, stop: self._range(url, label, start, stop))
-        return FileEntry(label, identity, lambda: source, download)
+        return FileEntry(label, identity, lambda: source, download, size=file.size)
 
     def _range(self, url: str, label: str, start: int, stop: int) -> bytes:
         """Download the bytes `start` to `stop` of a file."""

@@ -12,7 +12,10 @@ from torch import Tensor
 HIDDEN = -1e4  # an additive mask at or below this value hides a key: exp(−10⁴) is 0
 IGNORED_LABEL = -100  # the label of a padded position, as torch's cross entropy ignores it
 _LENGTHS = "lengths"  # of sequences that are padded on the right, as XLM takes them
-_XLNET = "input_mask", "perm_mask"  # XLNet's own padding mask, and the argument that tells XLNet: BERT's is of tokens
+_XLNET = (
+    "input_mask",
+    "perm_mask",
+)  # XLNet's own padding mask, and an argument that only XLNet has: BERT's is of tokens
 _REAL_MASKS = ("attention_mask", _LENGTHS)  # nonzero marks a real token
 _PADDING_MASKS = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask", "decoder_padding_mask", _XLNET[0])
 _MASKS_OF_OTHERS = ("encoder_attention_mask", "memory_key_padding_mask", "memory_mask", "context_mask")
@@ -114,7 +117,7 @@ def is_visible(mask: Tensor) -> Bool[Tensor, "*shape"]:
 
 
 class Parameters:
-    """What the names of the arguments of a module's forward tell; computed once, because a pass has many calls.
+    """What follows from the names of the arguments of a module's forward; computed once, because a pass has many calls.
 
     Attributes:
         names: all of them.
@@ -182,7 +185,7 @@ class ModuleCall:
 
     @property
     def may_be_self(self) -> bool:
-        """Whether the other sequence could be the queries' own, as far as names and shapes tell."""
+        """Whether the other sequence could be the queries' own, as far as names and shapes show."""
         query, key = self.arguments.get("query", self.first), self.arguments.get("key")
         others = [key, *(self.arguments.get(name) for name in _OTHER_SEQUENCES[1:])]
         return isinstance(query, Tensor) and any(key is not None and key.shape[:2] == query.shape[:2] for key in others)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -22,13 +22,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from joma.arguments import InputError
+from joma.engine import Engine
 from joma.memory import readable
 from joma.probes.bounce import measure_bounce
 from joma.probes.orthogonality import cosine_orthogonality
 from joma.probes.summary import MEASURES, check_measures
 from joma.progress import SILENT, Progress
-from joma.watch.audit import NOT_FINITE_REMEDY, Audit, audit_series
-from joma.watch.checkpoint_ranks import stable_ranks
+from joma.watch.audit import NOT_FINITE_REMEDY, SKETCH, Audit, audit_sketches
+from joma.watch.byte_ranges import NotFinite
+from joma.watch.checkpoint_heads import LAWS, OTHERS, heads_measure
+from joma.watch.checkpoint_ranks import check_finite, stable_ranks
 from joma.watch.configs import (
     ONLY_WEIGHTS,
     clipped,
@@ -39,10 +42,11 @@ from joma.watch.configs import (
     quiet,
     reason,
 )
+from joma.watch.engine_measures import EngineMeasures
 from joma.watch.loading import load
 from joma.watch.recording import Recording
 from joma.watch.series import Checkpoints, Fault, LazyCheckpoint
-from joma.watch.store import Measure, Store
+from joma.watch.store import Measure, Store, pack_names
 from joma.watch.tokens import default_text, encode
 from joma.watch.unseen import describe
 from joma.watch.watching import attention
@@ -55,12 +59,10 @@ EMBEDDING = re.compile(  # the token embedding, as the architectures name it
 MAX_TEXT = 10**8  # bytes; the models are run on the beginning only
 DEFAULT_MEASURES = ("entropy", "sink_mass")
 BOTH = ("batch", "query")  # the axes of rows
+HEAD_MEASURES = ("imbalance", "drift")
+NAMED = ("layer", "weight", "module")  # axes with names along them
 LENGTH, SEQUENCES = 256, 8  # tokens per sequence, and sequences, of the text that models are run on
 SPANS, SPAN_ROWS = 8, 256  # evenly spaced spans of rows that are sampled of an embedding, and rows in each
-
-
-class NotFinite(Unreadable):
-    """Weights or results of a forward pass that are NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,15 @@ def probe(
     text: str | None = None,
     store: Store | None = None,
     progress: Progress = SILENT,
+    engine: Engine | None = None,
+    gpus: float = 0.0,
 ) -> ProbeResult:
     """Audit a series and measure its sound checkpoints; a single model is a series of one.
 
-    For each checkpoint: the stable rank ‖W‖_F²/‖W‖₂² of each MLP's lower matrix, the cosines between token embeddings
-    and between hidden vectors at each depth, and the measures of attention by layer and head on `text`, each with its
-    standard deviation over the sequences (`entropy_sd`). Over the series: whether the entropy of each layer bounces.
+    For each checkpoint: the stable rank ‖W‖_F²/‖W‖₂² of each MLP's lower matrix, the imbalance of each head and its
+    drift from what gradient flow would keep, the cosines between token embeddings and between hidden vectors at each
+    depth, and the measures of attention by layer and head on `text`, each with its standard deviation over the
+    sequences (`entropy_sd`). Over the series: whether the entropy of each layer bounces.
     What cannot be measured is reported among the audit's faults.
 
     Args:
@@ -92,19 +97,25 @@ def probe(
         text: the text that models are run on; by default the beginning of the embedded corpus.
         store: where measurements are kept, so that a second call reads nothing again.
         progress: where to show the progress.
+        engine: where checkpoints are measured, each in a unit of its own whose worker reads the weights; by default one
+            after another in this process. The results are the same, to the bit with as many threads.
+        gpus: GPUs that a unit uses while it measures weights, also a part of one; models are run on processors.
 
     Returns:
-        `ProbeResult`: `data` with dims step, layer, head, weight and depth, and `audit`.
+        `ProbeResult`: `data` with dims step, layer, head, weight, module, key_head and depth, and `audit`.
     """
     if text is not None and not text.strip():
         raise InputError("text", "at least two tokens long", "none", "give a longer text")
     names = ("entropy", *(name for name in check_measures(measures) if name != "entropy"))
-    faults = list(audit_series(series, store=store, progress=progress).faults)
+    measured = _here(series, store, progress)
+    if engine is not None:
+        measured = EngineMeasures(engine, series, store=store, progress=progress, gpus=gpus).measure
+    faults = list(audit_sketches(series, measured(SKETCH, also=(WEIGHTS,))).faults)
     left_out = set(Audit(tuple(faults)).left_out)
     measurements: dict[str, dict[str, np.ndarray]] = {}
 
-    def run(measure: Measure) -> None:
-        for checkpoint, values in series.measure(measure, store=store, leave_out=left_out, progress=progress):
+    def run(measure: Measure, leave_out: Collection[str]) -> None:
+        for checkpoint, values in measured(measure, leave_out=leave_out):
             if isinstance(values, NotFinite):
                 faults.append(Fault.from_error("not finite", checkpoint.name, values, left_out=measure is WEIGHTS))
             elif isinstance(values, InputError):
@@ -113,13 +124,17 @@ def probe(
                 measurements.setdefault(checkpoint.name, {"step": np.array(checkpoint.step)}).update(values)
                 faults.extend(_not_seen(checkpoint.name, values))
 
-    run(WEIGHTS)
+    run(WEIGHTS, left_out)
     left_out |= Audit(tuple(faults)).left_out
+    sound = [checkpoint for checkpoint in series if checkpoint.name in measurements]
+    if sound:
+        address = series.address(sound[0]) if len(sound) > 1 else None
+        run(heads_measure(sound[0], address), set(series.names).difference(measurements))
     attention_measure, disagreements = _attention_measure(series, left_out, names, text)
     faults += disagreements
     left_out |= {name for fault in disagreements for name in fault.checkpoints}
     if attention_measure is not None:
-        run(attention_measure)
+        run(attention_measure, left_out)
     if not measurements:
         got = f"{series.source}, of which nothing can be measured ({faults[-1].message})"
         raise InputError("source", "a series with a sound checkpoint", got, faults[-1].remedy)
@@ -127,11 +142,23 @@ def probe(
     return ProbeResult(data, Audit(tuple(_merge_faults(faults))))
 
 
+def _here(series: Checkpoints, store: Store | None, progress: Progress) -> Callable[..., Iterator[tuple[Any, Any]]]:
+    """Return the function that measures one checkpoint after another in this process; `also` is measured later."""
+
+    def measured(measure: Measure, *, leave_out: Collection[str] = (), also: object = ()) -> Any:  # noqa: ARG001
+        return series.measure(measure, store=store, leave_out=leave_out, progress=progress)
+
+    return measured
+
+
 def _not_seen(name: str, values: Mapping[str, np.ndarray]) -> Iterator[Fault]:
-    """Yield a fault if attention of the model was not recorded: measures of the rest must not pass for those of all."""
+    """Yield a fault for what was not measured of a model: measures of the rest must not pass for those of all."""
     for description in json.loads(values["not_seen"].tobytes()) if "not_seen" in values else ():
         message = f"{name} is measured in part: attention was not recorded of {description}"
         yield Fault("partly measured", (name,), message, "read its measures as those of the layers that are listed")
+    for description in json.loads(values["not_named"].tobytes()) if "not_named" in values else ():
+        remedy = "use `joma.probes.head_gram` with the weights of a head"
+        yield Fault("ignored", (name,), f"the head laws of {name} are not measured at {description}", remedy)
 
 
 def _origin(series: Checkpoints, text: str | None, measure: Measure | None) -> dict[str, str]:
@@ -170,12 +197,12 @@ def measure_weights(checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
     """
     matrices = [name for name in checkpoint.names() if len(checkpoint.shape(name)) == 2]
     lower = sorted((name for name in matrices if re.search(LOWER_MATRIX, name)), key=_natural_order)
-    ranks = stable_ranks(checkpoint, lower, partial(_check_finite, checkpoint))
-    values = {"weight": _pack_names(lower), "stable_rank": np.array(ranks)} if lower else {}
+    ranks = stable_ranks(checkpoint, lower, partial(check_finite, checkpoint))
+    values = {"weight": pack_names(lower), "stable_rank": np.array(ranks)} if lower else {}
     embeddings = [name for name in matrices if EMBEDDING.search(name)]
     if embeddings:
         rows = _sample_rows(checkpoint, embeddings[0])
-        _check_finite(checkpoint, embeddings[0], rows)
+        check_finite(checkpoint, embeddings[0], rows)
         cosines = cosine_orthogonality(rows)
         values["embedding_cosine"] = cosines.root_mean_square.numpy()
         values["embedding_random"] = cosines.random.numpy()
@@ -186,16 +213,7 @@ def measure_weights(checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
     return values
 
 
-def _check_finite(checkpoint: LazyCheckpoint, name: str, values: Float[Tensor, "row column"]) -> None:
-    """Raise an error unless all values are finite: the audit has seen a sample only."""
-    if bool(values.sum().isfinite()):  # no sum of NaN or infinities is finite, and it takes a thirtieth of the time
-        return
-    if not bool(values.isfinite().all()):
-        got = f"NaN or infinities in {name}"
-        raise NotFinite(checkpoint.name, "finite weights", got, NOT_FINITE_REMEDY, must="have")
-
-
-WEIGHTS = Measure("weights", 3, measure_weights, {"runs": SPANS, "rows": SPAN_ROWS})
+WEIGHTS = Measure("weights", 3, measure_weights, {"runs": SPANS, "rows": SPAN_ROWS}, uses_gpu=True)
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
@@ -248,7 +266,8 @@ def _attention_measure(
     def function(checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
         return measure_attention(checkpoint, configs[checkpoint.name], tokens, names)
 
-    return Measure("attention", 3, function, options), [*faults, *disagreements]
+    arguments = {"tokens": tokens.tolist(), "measures": list(names)}
+    return Measure("attention", 3, function, options, arguments), [*faults, *disagreements]
 
 
 def _digest(content: bytes) -> str:
@@ -281,9 +300,9 @@ def measure_attention(
         expected = "a model with attention to watch" if isinstance(error, InputError) else "a model that runs on tokens"
         got = f"{type(model).__name__} ({reason(error)})"
         raise Unreadable(checkpoint.name, expected, got, f"try another {ONLY_WEIGHTS}") from None
-    values = {"layer": _pack_names(rows.layer.values), **_by_layer_and_head(rows)}
+    values = {"layer": pack_names(rows.layer.values), **_by_layer_and_head(rows)}
     if recording.not_seen:
-        values["not_seen"] = _pack_names([clipped(describe(recording.not_seen), 400)])
+        values["not_seen"] = pack_names([clipped(describe(recording.not_seen), 400)])
     if states := getattr(output, "hidden_states", None):
         cosines = [cosine_orthogonality(state.flatten(0, 1)).root_mean_square for state in states]
         values["hidden_cosine"] = torch.stack(cosines).numpy()
@@ -317,14 +336,10 @@ def _check_recording(checkpoint: LazyCheckpoint, rows: Recording, output: Any) -
         raise NotFinite(checkpoint.name, expected, f"NaN or infinities in {where}", NOT_FINITE_REMEDY, must="have")
 
 
-def _pack_names(names: Iterable[str]) -> np.ndarray:
-    """Return names as an array of bytes, which safetensors can store."""
-    return np.frombuffer(json.dumps([str(name) for name in names]).encode(), dtype=np.uint8).copy()
-
-
 DIMS = {
     **{f"{name}{suffix}": ("layer", "head") for name in MEASURES for suffix in ("", "_sd")},
     "stable_rank": ("weight",),
+    **{f"{law}_{name}{end}": ("module", "key_head") for law in LAWS for name in HEAD_MEASURES for end in ("", OTHERS)},
     "embedding_cosine": (),
     "embedding_random": (),
     "hidden_cosine": ("depth",),
@@ -335,12 +350,18 @@ def _combine(measurements: Mapping[str, Mapping[str, np.ndarray]]) -> xr.Dataset
     """Combine the measurements into one Dataset over the steps; NaN for what a checkpoint lacks."""
     parts, in_order = [], sorted(measurements.items(), key=lambda item: int(item[1]["step"]))
     for _, values in in_order:
-        names = {dim: json.loads(values[dim].tobytes()) for dim in ("layer", "weight") if dim in values}
+        names = {dim: json.loads(values[dim].tobytes()) for dim in NAMED if dim in values}
         variables = {key: (dims, values[key]) for key, dims in DIMS.items() if key in values}
-        parts.append(xr.Dataset(variables, names).expand_dims(step=[int(values["step"])]))
+        part = xr.Dataset(variables, names)
+        part = part.assign_coords(key_head=np.arange(part.sizes["key_head"])) if "key_head" in part.dims else part
+        parts.append(part.expand_dims(step=[int(values["step"])]))
     data = xr.merge(parts, join="outer", compat="no_conflicts")
     data = data.assign_coords(checkpoint=("step", [name for name, _ in in_order]))
-    names = {dim: sorted(data.get_index(dim), key=_natural_order) for dim in ("layer", "weight") if dim in data.dims}
+    names = {
+        dim: sorted(data.get_index(dim), key=_natural_order)
+        for dim in ("layer", "weight", "module")
+        if dim in data.dims
+    }
     for name in set(MEASURES).intersection(data):
         measure = MEASURES[name]
         data[name].attrs.update(units=measure.unit, long_name=measure.label, description=measure.description)

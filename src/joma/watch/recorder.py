@@ -149,9 +149,10 @@ class Recorder(RecorderViews):
             self._gradients = self._gradient_norms(step)
 
     def _has_become_due(self, step: int) -> bool:
-        first = step if self._last_call is None else self._last_call + 1
         try:
-            return any(map(self._is_due, range(first, step + 1)))
+            if self._last_call is None or step == self._last_call + 1:
+                return bool(self._is_due(step))
+            return any(map(self._is_due, range(self._last_call + 1, step + 1)))
         except Exception as error:
             self._give_up("the function `at`", step, error, remedy="it takes a step and returns True or False")
             return False

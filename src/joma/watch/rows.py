@@ -144,7 +144,7 @@ class RowMasks:
         return None
 
     def suspect(self, layer: str, call: AttentionCall, batch: int, queries: int) -> None:
-        """Note that an attention's mask may hide padding of which no argument of a known name tells.
+        """Note that an attention's mask may hide padding that no argument of a known name describes.
 
         A token that no query of its own sequence sees is padding; whether there is one is looked up at the end.
         """
@@ -274,7 +274,7 @@ class RowMasks:
 
 
 def _parameters(module: nn.Module) -> Parameters:
-    """Return the names of the arguments of a module's forward, and what they tell."""
+    """Return the names of the arguments of a module's forward, and what follows from them."""
     return _signature(type(module).forward) if "forward" not in vars(module) else Parameters(_names(module.forward))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -38,7 +39,8 @@ from joma.watch.step_names import MAX_STEP, read_steps, step_number
 from joma.watch.store import Measure, Store, measure_or_load
 from joma.watch.weight_files import ByteCounter, FileEntry, WeightFile, select_weight_files
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
+WEIGHT_FILES = (".safetensors", ".bin")
+WEIGHT_SUFFIXES = (*WEIGHT_FILES, ".index.json")
 
 
 @dataclass(frozen=True)
@@ -113,15 +115,20 @@ class LazyCheckpoint:
 
         It is computed from sizes and modification times, or the hub's checksums; no file is read.
         """
-        identities = {name: entry.identity for name, entry in self.entries.items()}
-        relevant = sorted(
-            (name, identity)
-            for name, identity in identities.items()
-            if name in (CONFIG, ADAPTER_CONFIG) or name.endswith(WEIGHT_SUFFIXES)
-        )
-        if self.is_adapter:
-            relevant.append(("base", self.base.identity))
-        return hashlib.sha256(json.dumps(relevant).encode()).hexdigest()
+        base = self.base.identity if self.is_adapter else None
+        return _digest({name: entry.identity for name, entry in self.entries.items()}, base)
+
+    @property
+    def portable_identity(self) -> str:
+        """The identity as every machine has it that sees the same files, or copies with their modification times."""
+        base = self.base.portable_identity if self.is_adapter else None
+        return _digest({name: entry.portable or entry.identity for name, entry in self.entries.items()}, base)
+
+    @property
+    def size(self) -> int:
+        """The size of the weight files in bytes, with those of an adapter's base."""
+        weights = sum(entry.size for name, entry in self.entries.items() if name.endswith(WEIGHT_FILES))
+        return weights + (self.base.size if self.is_adapter else 0)
 
     @property
     def is_adapter(self) -> bool:
@@ -191,6 +198,18 @@ class LazyCheckpoint:
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Return the values `start` to `stop` of a flattened tensor, and read nothing else of it."""
         return self._file_of(name).part(name, start, stop)
+
+
+def _digest(identities: Mapping[str, str], base: str | None) -> str:
+    """Return a hash of the identities of weight files, configs and the base of an adapter; others do not matter."""
+    relevant = sorted(
+        (name, identity)
+        for name, identity in identities.items()
+        if name in (CONFIG, ADAPTER_CONFIG) or name.endswith(WEIGHT_SUFFIXES)
+    )
+    if base is not None:
+        relevant.append(("base", base))
+    return hashlib.sha256(json.dumps(relevant).encode()).hexdigest()
 
 
 class Checkpoints(Sequence[LazyCheckpoint]):
@@ -312,16 +331,35 @@ class Checkpoints(Sequence[LazyCheckpoint]):
 
     def _find_base(self, name: str, config: LoraConfig) -> LazyCheckpoint:
         """Return the base model of an adapter: the one given, or the local folder that the adapter names."""
+        base = self._base_of(name, config)
+        key = (str(base), config.revision)
+        if key not in self._bases:
+            self._bases[key] = self._open_base(base, config.revision or "main")
+        return self._bases[key]
+
+    def _base_of(self, name: str, config: LoraConfig) -> str | Path:
         base = self._base
         if base is None and config.base and isinstance(self._location, Folders):
             places = (Path(), self._location.folder(name), self._location.path)
             base = next((place / config.base for place in places if is_folder(place / config.base)), None)
         if base is None:
             raise missing_base(name, config)
-        key = (str(base), config.revision)
-        if key not in self._bases:
-            self._bases[key] = self._open_base(base, config.revision or "main")
-        return self._bases[key]
+        return base
+
+    def address(self, checkpoint: LazyCheckpoint) -> dict[str, Any]:
+        """Return where a checkpoint of the series is, as JSON has it, for `open_checkpoint` in another process."""
+        is_local = isinstance(self._location, Folders)
+        is_listed = not is_local or checkpoint.name in self._location.names()
+        base = self._base_of(checkpoint.name, checkpoint.lora_config) if checkpoint.is_adapter else None
+        return {
+            "source": os.path.abspath(self.source) if is_local else self.source,
+            "is_local": is_local,
+            "name": checkpoint.name,
+            "is_listed": is_listed,
+            "endpoint": self._endpoint,
+            "base": os.path.abspath(base) if base is not None and is_folder(base) else base,
+            "identity": checkpoint.portable_identity,
+        }
 
     def _open_base(self, base: str | Path, revision: str) -> LazyCheckpoint:
         """Return the full model in a folder, or in a revision of a repository on the hub."""
@@ -376,7 +414,7 @@ class Checkpoints(Sequence[LazyCheckpoint]):
         """
         excluded = set(leave_out)
         members = [(step, name) for step, name in self._members if name not in excluded]
-        guarded = replace(measure, function=partial(_measure_or_refuse, measure))
+        guarded = replace(measure, function=partial(measure_or_refuse, measure))
         with progress.task(measure.name, total=len(members)) as task:
             for member in members:
                 checkpoint = self._checkpoint(*member)
@@ -415,7 +453,7 @@ def _with_final(root: Path, members: list[tuple[int, str]], names: Iterable[str]
     return [*members, later[0]] if len(later) == 1 and holds_weights(root / later[0][1]) else members
 
 
-def _measure_or_refuse(measure: Measure, checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
+def measure_or_refuse(measure: Measure, checkpoint: LazyCheckpoint) -> dict[str, np.ndarray]:
     """Measure a checkpoint; turn every error into one about the checkpoint."""
     try:
         return measure.function(checkpoint)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +35,16 @@ class Measure:
         version: raised whenever the result changes.
         function: maps a checkpoint to named arrays.
         options: everything else that the result depends on.
+        arguments: what another process needs to make the same function, as JSON has it.
+        uses_gpu: whether it is measured on a GPU where there is one.
     """
 
     name: str
     version: int
     function: Callable[[LazyCheckpoint], dict[str, np.ndarray]]
     options: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    uses_gpu: bool = False
 
 
 class Store:
@@ -92,6 +96,11 @@ def measure_or_load(store: Store | None, checkpoint: LazyCheckpoint, measure: Me
         if store:
             store.put(checkpoint, measure, values)
     return values
+
+
+def pack_names(names: Iterable[str]) -> np.ndarray:
+    """Return names as an array of bytes, which safetensors can store."""
+    return np.frombuffer(json.dumps([str(name) for name in names]).encode(), dtype=np.uint8).copy()
 
 
 def _identity(checkpoint: LazyCheckpoint, measure: Measure) -> str:

@@ -228,12 +228,17 @@ class FileEntry:
         identity: a string that changes whenever the content does.
         source: opens the file for reading by byte ranges.
         path: returns a local file with the content; a file on the hub is downloaded into the hub's cache first.
+        size: its length in bytes, 0 if unknown.
+        portable: the identity without what differs between machines that see or copy the same file; empty if nothing
+            in it does.
     """
 
     name: str
     identity: str
     source: Callable[[], ByteSource]
     path: Callable[[], Path]
+    size: int = 0
+    portable: str = ""
 
     def open(self, counter: ByteCounter) -> WeightFile:
         """Open the file for reading its tensors."""

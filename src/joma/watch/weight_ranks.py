@@ -16,6 +16,7 @@ from joma.watch.blocks import WRAPPERS
 from joma.watch.distributed import Processes, full_weight, is_fsdp_wrapper, is_sharded
 
 MAX_STACKED = 2**24  # elements that are copied at once to measure weights of the same shape together
+SMALL_SIDE, SMALL_SIZE = 64, 2**17  # of a weight on a GPU that is measured on the CPU
 LOWER_MATRIX = (  # of an MLP, in GPT-NeoX, OPT, torch, Llama, Phi, GPT-2, BERT and ViT, OLMo, DistilBERT, T5
     r"(?:^|\.)(dense_h_to_4h|fc1|linear1|up_proj|gate_proj|gate_up_proj|c_fc|intermediate\.dense|ff_proj|lin1|wi|wi_[01]"
     r"|w1)\.weight$"
@@ -80,12 +81,32 @@ def stable_ranks(
     return processes.total(ranks)
 
 
+def _small_on_cpu(weights: list[Tensor]) -> list[Tensor]:
+    """Return the weights with small ones on the CPU: there forty small operations take less time than on a GPU."""
+    sizes = [(min(weight.shape), weight.numel()) for weight in weights]
+    fits = [side <= SMALL_SIDE and size <= SMALL_SIZE for side, size in sizes]
+    small = [index for index, weight in enumerate(weights) if weight.is_cuda and fits[index]]
+    moved = dict(zip(small, copied_together([weights[index] for index in small]), strict=True))
+    return [moved.get(index, weight) for index, weight in enumerate(weights)]
+
+
+def copied_together(tensors: list[Tensor]) -> list[Tensor]:
+    """Copy tensors to the CPU, those of a dtype at once: each copy from a device waits for it."""
+    copies: dict[int, Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        joined = torch.cat([tensors[index].reshape(-1) for index in indices]).cpu()
+        parts = joined.split([tensors[index].numel() for index in indices])
+        copies |= {index: part.view(tensors[index].shape) for index, part in zip(indices, parts, strict=True)}
+    return [copies[index] for index in range(len(tensors))]
+
+
 def _grouped_ranks(weights: list[Tensor]) -> list[float]:
     """Return the stable rank of each weight; weights of one shape, or its transpose, are measured together.
 
     Everything is computed before the first result is awaited: on a GPU waiting costs more than the work.
     """
-    groups: dict[tuple[object, ...], list[int]] = {}
+    weights, groups = _small_on_cpu(weights), {}
     for index, weight in enumerate(weights):
         groups.setdefault((*sorted(weight.shape), weight.dtype, weight.device), []).append(index)
     measured: list[tuple[list[int], Tensor]] = []

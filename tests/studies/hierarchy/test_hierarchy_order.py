@@ -124,8 +124,8 @@ def test_a_run_whose_seeds_all_diverge_warns_and_is_drawn(tmp_path):
 
 def test_the_outcome_says_the_numbers_of_the_run(ideal):
     assert study.outcome(ideal) == (
-        "The order in which pairs are associated correlates with co-occurrence by 1.00 with one layer and 1.00 with 3 "
-        "(ties allow 0.91), and pairs that a high latent joins gain +1.39 and +1.39 nats. Attention turns sparse "
+        "The order in which pairs are associated correlates with co-occurrence by 1.00 with one layer and 1.00 with 3, "
+        "and pairs that a high latent joins gain +1.39 and +1.39 nats. Attention turns sparse "
         "and then dense again in 2 of 2 seeds with one layer; with 3 layers, in 2, 2, 2 of them in layers 1 to 3."
     )
     with pytest.raises(NotInRun):
@@ -233,7 +233,7 @@ def test_entropy_is_drawn_by_layer_with_the_number_of_seeds_that_come_back(ideal
 def test_matrices_are_symmetric_with_an_empty_diagonal(ideal):
     panels = [axes for axes in study.draw_matrices(ideal).axes if axes.images]
     assert titles(panels) == [
-        "(a)  Theorem 5: tokens that occur together",
+        "(a)  Theorem 5: co-occurrence",
         "(b)  One layer attends alike",
         "(c)  3 layers attend alike",
     ]

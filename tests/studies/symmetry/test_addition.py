@@ -135,13 +135,16 @@ def test_a_difference_within_the_spread_of_seeds_is_no_definitive_evidence():
 def test_the_outcome_has_the_numbers_of_the_run():
     text = addition.outcome(ideal_run(accuracy={"none causal": 0.874, "none full": 0.0512}))
     assert text == (
-        "Without encoding, 87% of unseen sums are right under a causal mask and 5% under a full one, where 5.3% is the "
-        "most that is possible without order. Residual connections change how often a location stays most "
+        "Without encoding, 87 % of unseen sums are right under a causal mask and 5 % under a full one, where 5.3 % is "
+        "the most that is possible without order. Residual connections change how often a location stays most "
         "similar to itself by +0.60 by correlation and by +0.60 (95 % interval +0.60 to +0.60) by CKA."
     )
     assert "interval" not in addition.outcome(ideal_run().isel(seed=[0]))
     with pytest.raises(NotInRun):
         addition.outcome(ideal_run().drop_sel(arm="none full"))
+    diverged = ideal_run()
+    diverged.accuracy.loc[{"arm": "none causal", "step": slice(500, None)}] = np.nan
+    assert "nan % of unseen sums" in addition.outcome(diverged)  # which a run does not store: no seed has 0 %
 
 
 def test_every_claim_has_a_kind_a_short_statement_and_its_measure():

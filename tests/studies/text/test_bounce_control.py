@@ -360,3 +360,13 @@ def test_the_claims_of_five_layers_need_the_paper_preset():
     depths = {name: STUDY.presets[name].config.depths for name in ("quick", "paper")}
     assert depths == {"quick": (1, 2), "paper": (1, 2, 5)}
     assert {claim.name for claim in CLAIMS if claim.presets == ("paper",)} == AT_FIVE_LAYERS
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler has warnings of its own
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_every_arm_trains_in_captured_steps():
+    """On CUDA a step is captured, and cannot wait for the device; the clamped arm measures entropy in each."""
+    config = replace(SMALL, width=16, hidden=16, depths=(2,))
+    trajectory = run(config, Context((0, 1), "cuda"))
+    assert trajectory.arm.values.tolist() == ["free", *config.arms]
+    assert bool(np.isfinite(trajectory.entropy).all())

@@ -12,7 +12,7 @@ from torch import nn
 
 from joma import noise
 from joma.arguments import InputError
-from joma.cli import config_with
+from joma.commands.parsing import config_with
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.entropy import shannon_entropy
 from joma.studies import load
@@ -36,7 +36,7 @@ from joma.study import Context, Preset, execute
 SMALL = LanguageSetting(width=8, hidden=8, length=8, batch=4, columns=3, steps=6, every=2, glance=60)
 RATE = 1e-2
 CONTEXT = Context((0, 4))
-STUDIES = ("entropy-text", "learning-rates", "activation-control", "bounce-control", "invariant-text")
+STUDIES = ("entropy-text", "learning-rates", "activation-control", "bounce-control", "bounce-cause", "invariant-text")
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +279,7 @@ def test_a_folder_without_text_has_no_checksum(tmp_path):
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_paper_presets_read_wikitext_for_the_authors_steps(name):
     config = load(name).presets["paper"].config
-    steps = 20_000 if name == "bounce-control" else 58_560  # it trains each model five times
+    steps = {"bounce-control": 20_000, "bounce-cause": 30_000}.get(name, 58_560)  # these train many arms
     assert (config.corpus, config.steps) == ("Salesforce/wikitext:wikitext-2-v1", steps)
     assert (config.width, config.hidden, config.heads, config.length, config.batch) == (200, 200, 1, 35, 20)
 

@@ -59,9 +59,9 @@ def test_a_claim_fails_on_a_run_that_contradicts_it(run, claim, spoil):
 def test_the_outcome_states_the_run(run):
     sentence = study.outcome(run)
     siblings = run.compared_frequency.sel(bias="equal").where(run.common_height == 1).mean(study.PAIR).mean("seed")
-    assert f"its sibling occurs in {float(siblings):.0%}" in sentence
+    assert f"its sibling occurs in {100 * float(siblings):.0f} %" in sentence
     reversed_run = run.assign(compared_frequency=1 - run.compared_frequency)
-    assert f"its sibling occurs in {1 - float(siblings):.0%}" in study.outcome(reversed_run)
+    assert f"its sibling occurs in {100 * (1 - float(siblings)):.0f} %" in study.outcome(reversed_run)
 
 
 @pytest.mark.parametrize("bias", study.BIASES)

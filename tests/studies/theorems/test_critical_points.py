@@ -127,9 +127,9 @@ def test_every_claim_can_be_measured_on_the_run(trajectory):
 
 def test_the_outcome_states_the_run(trajectory):
     sentence = outcome(trajectory)
-    assert "exists for 0% of the plain flows, 100% of those with weights of length 1" in sentence
+    assert "exists for 0 % of the plain flows, 100 % of those with weights of length 1" in sentence
     everywhere = trajectory.assign(near=0 * trajectory.near + 1)
-    assert "exists for 100% of the plain flows" in outcome(everywhere)
+    assert "exists for 100 % of the plain flows" in outcome(everywhere)
 
 
 @pytest.mark.parametrize(

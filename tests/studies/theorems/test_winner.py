@@ -74,7 +74,7 @@ def test_numbers_of_the_winner_are_one_number(trajectory):
 
 def test_the_outcome_states_the_spread_of_the_printed_ratio(trajectory):
     printed = float(ratio_spread(trajectory, 2.0).isel(time=-1).mean())
-    assert f"differs by {printed:.0%} between" in outcome(trajectory)
+    assert f"differs by {100 * printed:.0f} % between" in outcome(trajectory)
 
 
 def test_every_claim_has_its_kind_and_a_short_statement():

@@ -337,9 +337,10 @@ def outcome(run: xr.Dataset) -> str:
     changes = [_with_interval(gain_over_start(run, layer)) for layer in (0, 1)]
     cells = run.sizes["cell"]
     return (
-        f"After training the alignment in {cells} cell{'s' * (cells > 1)} is {after[0]} for s = 0 and {after[1]} for "
-        f"s = 1; the published cells span 0.94 to 1.00 and 0.55 to 0.81. Before training it is {before[0]} and "
-        f"{before[1]}: training changes it by {changes[0]} and {changes[1]}."
+        f"After training, the best hidden unit correlates with a latent by {after[0]} for the lowest latents (s = 0) "
+        f"and by {after[1]} for the next ones (s = 1), in {cells} cell{'s' * (cells > 1)} of the table; published are "
+        f"0.94 to 1.00 and 0.55 to 0.81. Before any training it is {before[0]} and {before[1]}: training changes it by "
+        f"{changes[0]} and {changes[1]}."
     )
 
 
@@ -426,7 +427,7 @@ def draw_training(run: xr.Dataset) -> Figure:
 
 STUDY = Study(
     name="alignment",
-    title="Table 1: do hidden units learn the latents of a hierarchy?",
+    title="Table 1: hidden units match the latents of a hierarchy, mostly before any training",
     source="JoMA, Table 1 (arXiv 2310.00535)",
     statement=(
         "Table 1 of JoMA (arXiv 2310.00535) says how well hidden units match the latents of a hierarchy after "
@@ -451,11 +452,11 @@ STUDY = Study(
                 latents=((10, 20),),
                 width=64,
                 rate=1e-3,
-                steps=500,
+                steps=160,
                 records=12,
             ),
             seeds=3,
-            seconds=30,
+            seconds=10,
         ),
         # Not timed as a whole: ten trainings of 10,000 steps, 2.5 s each in a trial of a few steps.
         "paper": Preset(Config(), seeds=5, seconds=250_000),
@@ -470,6 +471,7 @@ STUDY = Study(
         "training, beside the published ranges 0.94 to 1.00 and 0.55 to 0.81.",
     ),
     threads=1,
+    exact_shards=False,
     figures={
         "table": Drawing(
             draw_table,

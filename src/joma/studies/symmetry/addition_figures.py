@@ -121,7 +121,7 @@ def draw_positions(run: xr.Dataset) -> Figure:
         draw_levels(panel, select(run.decodability, arm=name))
         panel.axhline(float(run.chance), color="grey", linewidth=0.9, label="chance")
         panel.set_title(_arm_title(name, " "))
-    figure.suptitle("How well hidden states tell their position", fontsize=10)
+    figure.suptitle("How well a readout finds the position of a hidden state", fontsize=10)
     axes[0, 0].set(ylabel="accuracy of the readout", ylim=(0, 1.03))
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=run.sizes["level"] + 1)
     letters(axes)

@@ -184,5 +184,6 @@ STUDY = Study(
         ),
     },
     threads=1,
+    exact_shards=False,
     inputs=language_training.inputs,
 )

@@ -104,10 +104,11 @@ def freeze_schedules(freeze_steps: Int[np.ndarray, "seed layer"], device: str) -
     tensor([0., 1.], dtype=torch.float64)
     """
     by_layer = torch.as_tensor(freeze_steps, device=device).unbind(1)
-    return {f"layers.{layer}.attention.[qk]*": partial(_is_before, steps) for layer, steps in enumerate(by_layer)}
+    return {f"layers.{layer}.attention.[qk]*": partial(is_before, steps) for layer, steps in enumerate(by_layer)}
 
 
-def _is_before(freeze_steps: Int[Tensor, " seed"], step: Tensor) -> Tensor:
+def is_before(freeze_steps: Int[Tensor, " model"], step: Tensor) -> Tensor:
+    """Return the factor of each model's learning rate: 1 before the step from which it is frozen, then 0."""
     return (step < freeze_steps).double()
 
 
@@ -357,6 +358,7 @@ STUDY = Study(
     claims=CLAIMS,
     outcome=outcome,
     threads=1,
+    exact_shards=False,
     inputs=language_training.inputs,
     figures={
         "arms": Drawing(

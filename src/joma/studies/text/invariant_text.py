@@ -21,11 +21,15 @@ attention the law is exact and is the first term alone; both laws are tried. κ,
 Adam and with z made of products: one scale for each seed is fitted to all recorded steps of its training. Only the sum
 over queries is predicted; for single queries the same prediction is tried as a further figure. As softmax does not see
 a shift, the mean over tokens is subtracted from z.
+
+In a Transformer the first trained linear map after attention is not the MLP's lower layer but W_V. The same laws are
+tried with ‖e_l W_V‖² in place of Σ_k v_lk² (`value_law`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,19 +45,22 @@ from joma.arguments import InputError, whole
 from joma.drawing import band, canvas, letters, marker, theory
 from joma.models.transformer import Decoder, Layer, Linear
 from joma.probes.orthogonality import cosine_orthogonality
-from joma.studies.text import language_training
+from joma.studies.text import language_training, value_law
 from joma.studies.text.language_training import QUICK_RATE, FurtherMeasures, LanguageSetting, TextColumns, Variant
+from joma.studies.text.law_comparison import (
+    COMPARED,
+    LAWS,
+    Source,
+    at_end,
+    compare_laws,
+    draw_correlations,
+    final_error,
+    law_claims,
+)
 from joma.study import Claim, Context, Drawing, Preset, Study, above, at_most, between
-from joma.theory import invariants
 
 DIMS = {"z": ("query", "token"), "z_all": ("token",), "squares": ("token",), "rest": (), "excess": ("vectors",)}
 VECTORS = {"embedding": "embeddings e", "value": "value path e W_V W_O"}
-LAWS = {
-    "softmax": "Law for softmax, Σ v² − b S, against the logits",
-    "exp": "Law for exp, Σ v² alone, against the logits",
-}
-SUMS = {"asked": "sum over the queries asked", "all": "sum over all types"}
-TAIL = 0.025  # share of the permutation null outside of either bound
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class Config(LanguageSetting):
     queries: int = 50
     permutations: int = 999
     """Of the tokens of the prediction, for the null."""
+    value_path: bool = True
+    """Whether the law of the value path is tested too."""
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
@@ -75,7 +84,10 @@ def run(config: Config, context: Context) -> xr.Dataset:
     whole("permutations", config.permutations, low=1)
     text = language_training.read_text(config, context)
     tokens, queries = _most_frequent(text, config)
-    measure = partial(read, tokens=torch.from_numpy(tokens), queries=torch.from_numpy(queries))
+    indices = {"tokens": torch.from_numpy(tokens), "queries": torch.from_numpy(queries)}
+    measure, dims = partial(read, **indices), DIMS
+    if config.value_path:
+        measure, dims = partial(read_both, **indices), DIMS | value_law.DIMS
     trajectory = language_training.train(
         config,
         context,
@@ -83,14 +95,17 @@ def run(config: Config, context: Context) -> xr.Dataset:
         Variant(layers=1, activation=config.activation),
         rate=config.rate,
         label="invariant-text",
-        further=FurtherMeasures(measure, DIMS),
+        further=FurtherMeasures(measure, dims),
     )
     others = np.setdiff1d(np.arange(text.types), tokens)
     counts = np.append(text.counts[tokens], text.counts[others].sum())
-    rng = np.random.default_rng(context.seeds)
-    laws = [compare(trajectory, counts, law, permutations=config.permutations, generator=rng) for law in LAWS]
+    options = {"permutations": config.permutations, "generator": np.random.default_rng(context.seeds)}
+    laws = compare_laws(trajectory, counts, **options)
+    if config.value_path:
+        value_laws = compare_laws(value_law.as_squares(trajectory), counts, **options)
+        laws = laws.merge(value_laws.rename({name: f"{value_law.PREFIX}{name}" for name in value_laws.data_vars}))
     labels = {"vectors": list(VECTORS), "token": [text.names[token] for token in tokens]}
-    merged = trajectory.drop_vars(["z", "z_all"]).merge(xr.concat(laws, xr.Variable("law", list(LAWS))))
+    merged = trajectory.drop_vars(["z", "z_all"]).merge(laws)
     return merged.assign_coords(labels).transpose("seed", "step", ...)
 
 
@@ -135,6 +150,11 @@ def read(model: Decoder, *, tokens: Int[Tensor, " token"], queries: Int[Tensor, 
     }
 
 
+def read_both(model: Decoder, *, tokens: Int[Tensor, " token"], queries: Int[Tensor, " query"]) -> dict[str, Tensor]:
+    """Return what `read` does, and the squares of the value vectors."""
+    return read(model, tokens=tokens, queries=queries) | value_law.read(model, tokens=tokens)
+
+
 def _affine(x: Float[Tensor, "seed row width"], linear: Linear) -> Float[Tensor, "seed row out"]:
     y = x @ linear.weight.double()
     return y if linear.bias is None else y + linear.bias.double()[:, None]
@@ -155,110 +175,6 @@ def normed(x: Float[Tensor, "seed token width"], layer: Layer) -> Float[Tensor, 
     return (x - x.mean(dim=-1, keepdim=True)) * gain.double()[:, None]
 
 
-def compare(
-    trajectory: xr.Dataset,
-    counts: Int[np.ndarray, " tokens_and_rest"],
-    law: str,
-    *,
-    permutations: int,
-    generator: np.random.Generator,
-) -> xr.Dataset:
-    """Compare the change of the logits with Theorem 1's prediction of it, over tokens.
-
-    Args:
-        trajectory: `z`, `z_all`, `squares` and `rest` of `read` over seed and step, from the first step on.
-        counts: how often each token occurs in the text, and last all other types together.
-        law: a name of `LAWS`.
-        permutations: number of permutations of the prediction's tokens in the null.
-        generator: draws the permutations.
-
-    Returns:
-        Over seed and step, NaN at the start: `correlation` with the change of either of `SUMS`; `each`, its mean over
-        single queries; `by_frequency`, that of log frequency with the sum; `partial`, the prediction's once log
-        frequency is regressed out of both; bounds `null` and `partial_null` under permutation; `scale`, the best one
-        of each step; `error`, with the one best scale of the seed, `fitted`; a scale below 0 means that the law has the
-        wrong sign. At the end, by token: `moved` and `predicted`.
-    """
-    sums = xr.concat([trajectory.z.sum("query"), trajectory.z_all], xr.Variable("sum", list(SUMS)))
-    assert isinstance(sums, xr.DataArray)
-    change = _centred_change(sums)
-    query_change = change.sel(sum="asked", drop=True)
-    prediction = _centred(_predict(trajectory, counts, law))
-    frequency = _centred(xr.DataArray(np.log(counts[:-1]), dims="token"))
-    residuals = _regress_out(query_change, frequency), _regress_out(prediction, frequency)
-    orders = generator.permuted(np.tile(np.arange(len(counts) - 1), (permutations, 1)), axis=1)
-    scale = (query_change * prediction).sum(["step", "token"]) / (prediction**2).sum(["step", "token"])
-    measures = {
-        "correlation": _correlation(change, prediction),
-        "each": _correlation(_centred_change(trajectory.z), prediction).mean("query"),
-        "by_frequency": _correlation(query_change, frequency),
-        "partial": _correlation(*residuals),
-        "null": _null(query_change, prediction, orders),
-        "partial_null": _null(*residuals, orders),
-        "scale": (query_change * prediction).sum("token") / (prediction**2).sum("token"),
-        "error": _error(query_change, scale * prediction),
-    }
-    measures = {name: measure.where(measure.step > measure.step[0]) for name, measure in measures.items()}
-    final = {"moved": query_change.isel(step=-1, drop=True), "predicted": (scale * prediction).isel(step=-1, drop=True)}
-    return xr.Dataset({**measures, **final, "fitted": scale})
-
-
-def _centred(values: xr.DataArray) -> xr.DataArray:
-    return values - values.mean("token")
-
-
-def _centred_change(z: xr.DataArray) -> xr.DataArray:
-    """Return the change since the first step less its mean over tokens, which softmax does not see."""
-    return _centred(z - z.isel(step=0, drop=True))
-
-
-def _predict(trajectory: xr.Dataset, counts: Int[np.ndarray, " tokens_and_rest"], law: str) -> xr.DataArray:
-    """Return Theorem 1's prediction of the change of Σ_q z_q for κ = 1.
-
-    The law depends on v only by Σ_k v_k² of each token and by the sum of these. So one hidden unit stands for all
-    units, and one more token for all types that are not compared.
-    """
-    squares = trajectory.squares.transpose("seed", "step", "token").fillna(0.0).values
-    rest = trajectory.rest.fillna(0.0).values
-    v = np.sqrt(np.concatenate([squares, rest[..., None]], axis=-1))[..., None]
-    b_ref = counts / counts.sum() if law == "softmax" else None
-    prediction = invariants.predict(law, v, v[:, :1], np.zeros((1, len(counts))), b_ref=b_ref)[..., :-1]
-    return xr.DataArray(prediction, trajectory.rest.coords, ("seed", "step", "token"))
-
-
-def _regress_out(values: xr.DataArray, regressor: xr.DataArray) -> xr.DataArray:
-    """Return the residuals of a linear regression over tokens, both sides centred."""
-    return values - regressor * (values * regressor).sum("token") / (regressor**2).sum("token")
-
-
-def _correlation(first: xr.DataArray, second: xr.DataArray) -> xr.DataArray:
-    """Return the correlation over tokens; NaN for a diverged seed, whose values are constant."""
-    pair = (first.fillna(0.0), second.fillna(0.0))
-    return xr.apply_ufunc(invariants.correlation, *pair, input_core_dims=[["token"]] * 2)
-
-
-def _error(change: xr.DataArray, prediction: xr.DataArray) -> xr.DataArray:
-    arguments = (change.fillna(0.0), prediction.fillna(0.0), xr.zeros_like(change))
-    return xr.apply_ufunc(invariants.relative_error, *arguments, input_core_dims=[["token"]] * 3)
-
-
-def _null(change: xr.DataArray, prediction: xr.DataArray, orders: Int[np.ndarray, "permutation token"]) -> xr.DataArray:
-    """Return the `TAIL` and 1 − `TAIL` quantiles of the correlation with the prediction's tokens permuted."""
-    permuted = xr.DataArray(orders, dims=("permutation", "token"))
-    bounds = []
-    for step in range(change.sizes["step"]):
-        correlation = _correlation(change.isel(step=step), prediction.isel(step=step).isel(token=permuted))
-        bounds.append(correlation.quantile([TAIL, 1 - TAIL], "permutation", skipna=False))
-    return xr.concat(bounds, "step").rename(quantile="side").assign_coords(side=["low", "high"])
-
-
-def at_end(run: xr.Dataset, law: str, name: str, null: str | None = None) -> xr.DataArray:
-    """Return a measure of a law after the last step, per seed; less the upper bound of a null, if one is named."""
-    last = run.sel(law=law).isel(step=-1)
-    value = last[name].sel(sum="asked") if "sum" in last[name].dims else last[name]
-    return value if null is None else value - last[null].sel(side="high")
-
-
 def scale_ratio(run: xr.Dataset, law: str) -> xr.DataArray:
     """Return the best scale a third of the way, at the nearest recorded step, over that of the end, per seed."""
     scale = run.scale.sel(law=law)
@@ -272,63 +188,31 @@ def scale_loss(run: xr.Dataset, law: str) -> xr.DataArray:
     way and the end the smaller difference (1 − error²) − r²/2 counts. No number is divided by, so that a scale near
     zero does no harm.
     """
-    measures = run[["error", "correlation"]].sel(law=law, sum="asked")
+    measures = run[["error", "correlation"]].sel(law=law, sum=COMPARED)
     steps = [float(measures.step.sel(step=float(run.step[-1]) / 3, method="nearest")), float(run.step[-1])]
     at_steps = measures.sel(step=steps)
     explained, best = 1 - at_steps.error**2, at_steps.correlation**2
     return (explained - best / 2).min("step", skipna=False)
 
 
-def _order_claims(law: str, label: str) -> tuple[Claim, ...]:
-    """Return the claims about correlations: which tokens attention turns to."""
+SOURCE = Source("the MLP's weights", "Σ_k v_k²", "", lambda run: run)
+
+
+def _further_claims(law: str) -> tuple[Claim, ...]:
+    """Return the claims about single queries and about the scale."""
     return (
         Claim(
-            f"correlation-{law}",
-            f"On text the MLP's weights predict attention by Theorem 1's law for {label}, beyond chance.",
-            partial(at_end, law=law, name="correlation", null="null"),
-            above(0.0),
-            kind="control",
-            quantity="correlation over tokens, at the end, of the change of the logits summed over queries with the "
-            "prediction, less the 97.5 % bound of its permutation null; interval over seeds",
-            across="interval",
-        ),
-        Claim(
-            f"beyond-frequency-{law}",
-            f"On text the law for {label} predicts attention among tokens of like frequency.",
-            partial(at_end, law=law, name="partial", null="partial_null"),
-            above(0.0),
-            kind="control",
-            quantity="that correlation with log frequency regressed out of both sides, less the bound of its null; "
-            "interval over seeds",
-            across="interval",
-        ),
-        Claim(
             f"sum-{law}",
-            f"On text the law for {label} predicts the sum over queries better than single queries.",
+            f"On text the law for {law} attention predicts the sum over queries better than single queries.",
             lambda run: at_end(run, law, "correlation") - at_end(run, law, "each"),
             above(0.0),
             kind="control",
             quantity="correlation of the sum over queries less the mean one of single queries; interval over seeds",
             across="interval",
         ),
-    )
-
-
-def _size_claims(law: str, label: str) -> tuple[Claim, ...]:
-    """Return the claims about how large the predicted change is, and with which scale."""
-    return (
-        Claim(
-            f"error-{law}",
-            f"On text the law for {label} predicts more than half of the logits' change.",
-            partial(at_end, law=law, name="error"),
-            at_most(0.5),
-            kind="control",
-            quantity="relative error at the end, with one scale for a seed's whole training; interval over seeds",
-            across="interval",
-        ),
         Claim(
             f"scale-{law}",
-            f"On text one scale serves the law for {label} all along training.",
+            f"On text one scale serves the law for {law} attention all along training.",
             partial(scale_loss, law=law),
             above(0.0),
             kind="control",
@@ -338,7 +222,7 @@ def _size_claims(law: str, label: str) -> tuple[Claim, ...]:
         ),
         Claim(
             f"scale-ratio-{law}",
-            f"On text the best scale of the law for {label} stays the same within a factor of two.",
+            f"On text the best scale of the law for {law} attention stays the same within a factor of two.",
             partial(scale_ratio, law=law),
             between(0.5, 2.0),
             kind="check",
@@ -349,7 +233,8 @@ def _size_claims(law: str, label: str) -> tuple[Claim, ...]:
 
 
 CLAIMS = (
-    *(claim for law in LAWS for claims in (_order_claims, _size_claims) for claim in claims(law, f"{law} attention")),
+    *(claim for law in LAWS for claim in (*law_claims(law, SOURCE), *_further_claims(law))),
+    *(claim for law in LAWS for claim in value_law.claims(law)),
     *(
         Claim(
             f"orthogonal-{name}",
@@ -370,50 +255,51 @@ def outcome(run: xr.Dataset) -> str:
     """Return what came out: what either law explains of the logits' change at the end."""
     parts = []
     for law in run.law.values.tolist():
-        correlation, error = (float(at_end(run, law, name).mean()) for name in ("correlation", "error"))
+        correlation, error = (
+            float(values.mean()) for values in (at_end(run, law, "correlation"), final_error(run, law))
+        )
         parts.append(f"the law for {law} attention correlates {correlation:.2f} at a relative error of {error:.2f}")
     null = float(at_end(run, "softmax", "null").sel(side="high").mean())
-    return f"At the end {' and '.join(parts)} (chance: a correlation of {null:.2f}; no change: an error of 1)."
+    sentence = f"At the end {' and '.join(parts)} (chance: a correlation of {null:.2f}; no change: an error of 1)."
+    return f"{sentence} {value_law.outcome(run)}".rstrip()
 
 
 def draw_training(run: xr.Dataset) -> Figure:
-    """Draw over training, for either law, correlations with their null and the error; and orthogonality."""
-    figure, axes = canvas(2, 2, width=4.1, height=2.7)
+    """Draw over training, for either law, correlations with their null and the error; and orthogonality.
+
+    A run with the value path has a row of its correlations more.
+    """
     late = run.isel(step=slice(1, None))
-    for panel, law in zip(axes[0], LAWS, strict=True):
-        _draw_correlations(panel, late.sel(law=law))
-        panel.set(title=LAWS[law], ylim=(-1, 1))
-    for index, law in enumerate(LAWS):
-        band(axes[1, 0], late.step, late.error.sel(law=law), index, f"law for {law}")
-    axes[1, 0].axhline(1.0, color="0.5", linewidth=0.8, label="predicting no change")
-    axes[1, 0].set(ylabel="relative error", title="Error of the prediction", ylim=(0, 2))
+    sources = [late, value_law.as_laws(late)] if value_law.is_in(run) else [late]
+    figure, axes = canvas(len(sources) + 1, 2, width=4.1, height=2.7)
+    for row, (source, titles) in zip(axes, zip(sources, (LAWS, value_law.TITLES), strict=False), strict=False):
+        for panel, law in zip(row, LAWS, strict=True):
+            draw_correlations(panel, source.sel(law=law))
+            panel.set(title=titles[law], ylim=(-1, 1))
+        row[0].set_ylabel("correlation with the logits' change")
+    error, orthogonality = axes[-1]
+    _draw_errors(error, sources)
     for index, (name, label) in enumerate(VECTORS.items()):
-        band(axes[1, 1], late.step, late.excess.sel(vectors=name), index, label)
-    axes[1, 1].axhline(1.0, color="0.5", linewidth=0.8, label="random directions")
-    axes[1, 1].set(ylabel="mean cosine² x dimension", title="How far tokens are from orthogonal", ylim=(0, None))
+        band(orthogonality, late.step, late.excess.sel(vectors=name), index, label)
+    orthogonality.axhline(1.0, color="0.5", linewidth=0.8, label="random directions")
+    orthogonality.set(ylabel="mean cosine² x dimension", title="How far tokens are from orthogonal", ylim=(0, None))
     for panel in axes.flat:
         # Explicit limits: the curves, from which they would be computed, are NaN where every seed diverged.
         panel.set(xlabel="step", xscale="log", xlim=(0.8, 1.2 * float(run.step[-1])))
-    for panel in axes[1]:
-        panel.legend()
-    axes[0, 0].set_ylabel("correlation with the logits' change")
+    error.legend(loc="lower left")  # where no error is: predicting no change has an error of 1
+    orthogonality.legend()
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, title="upper panels")
     letters(axes)
     return figure
 
 
-def _draw_correlations(panel: Axes, late: xr.Dataset) -> None:
-    low, high = (late.null.sel(side=side).mean("seed") for side in ("low", "high"))
-    panel.fill_between(late.step, low, high, color="0.88", label="95 % of permutations")
-    curves = {label: late.correlation.sel(sum=name) for name, label in SUMS.items()}
-    curves |= {
-        "single queries, mean": late.each,
-        "frequency regressed out": late.partial,
-        "log frequency in place of the law": late.by_frequency,
-    }
-    for index, (label, curve) in enumerate(curves.items()):
-        band(panel, late.step, curve, index, label)
-    panel.axhline(0.0, color="0.3", linewidth=0.8)
+def _draw_errors(panel: Axes, sources: Sequence[xr.Dataset]) -> None:
+    """Draw the relative errors of both laws, from the MLP's weights and from value vectors."""
+    for number, (source, label) in enumerate(zip(sources, ("law for {}", "{}, from value vectors"), strict=False)):
+        for index, law in enumerate(LAWS):
+            band(panel, source.step, source.error.sel(law=law), 2 * number + index, label.format(law))
+    panel.axhline(1.0, color="0.5", linewidth=0.8, label="predicting no change")
+    panel.set(ylabel="relative error", title="Error of the prediction", ylim=(0, 2))
 
 
 def draw_tokens(run: xr.Dataset) -> Figure:
@@ -457,7 +343,8 @@ STUDY = Study(
         "One scale for each seed is fitted, as the ratio of learning rates is unknown under Adam. Chance comes from "
         "permuting the tokens of the prediction; log frequency is also regressed out, since frequent tokens are "
         "trained more in every respect. Beside the law for softmax we test its first term alone, the law for exp "
-        "attention."
+        "attention. In a Transformer the first trained map after attention is that to the value vectors: we also "
+        "predict from their growth, which asks nothing of the layers above."
     ),
     version=1,
     presets={
@@ -477,14 +364,16 @@ STUDY = Study(
     claims=CLAIMS,
     outcome=outcome,
     threads=1,
+    exact_shards=False,
     inputs=language_training.inputs,
     figures={
         "training": Drawing(
             draw_training,
             "Top: correlation over tokens of the logits' change with the prediction of either law, and its controls; "
-            "grey: 95 % of the correlations with permuted tokens. Bottom left: relative error with one scale for a "
-            "seed's whole training. Bottom right: mean square cosine between tokens. Lines: mean over seeds. Bands: "
-            "range over seeds.",
+            "grey: 95 % of the correlations with permuted tokens. A run with the value path has below it the same "
+            "laws with the squares of value vectors. Bottom left: relative error with one scale for a seed's whole "
+            "training. Bottom right: mean square cosine between tokens. Lines: mean over seeds. Bands: range over "
+            "seeds.",
         ),
         "tokens": Drawing(
             draw_tokens,

@@ -25,6 +25,7 @@ from joma.arguments import InputError, whole
 from joma.data.sources import find_local
 from joma.data.text import corpus
 from joma.models.clamped import ClampedEntropyDecoder
+from joma.models.config import SITES
 from joma.models.steady import FrozenAttentionDecoder
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.entropy import shannon_entropy
@@ -78,11 +79,19 @@ class LayeredSetting(LanguageSetting):
 
 @dataclass(frozen=True)
 class Variant:
-    """What may differ between the models of one setting: depth, activation, and whether layers start alike."""
+    """What may differ between the models of one setting; all but depth and activation are as in the authors' code.
+
+    Attributes:
+        layers, activation, norm: as of `DecoderConfig`.
+        alike: whether all layers start as copies of one.
+        sites: where dropout is applied.
+    """
 
     layers: int = 1
     activation: str = "relu"
     alike: bool = True
+    norm: str = "post"
+    sites: tuple[str, ...] = SITES
 
 
 @dataclass(frozen=True)
@@ -164,15 +173,18 @@ class TextColumns:
         tokens = self.train.index_select(1, times)
         return tokens[:, :-1], tokens[:, 1:]
 
-    def windows(self) -> Iterable[tuple[Int[Tensor, "sample length"], Int[Tensor, "sample length"]]]:
-        """Return the validation text in batches of windows, the shorter last window of each column at the end."""
+    def windows(self, parts: int = 1) -> Iterable[tuple[Int[Tensor, "sample length"], Int[Tensor, "sample length"]]]:
+        """Return the validation text in batches of windows, the shorter last window of each column at the end.
+
+        On CUDA a batch is a `parts`-th of the usual one: the logits of many models at once take much memory.
+        """
         count = self.valid.shape[1] - 1
         full_windows = count // self.length
         tokens, targets = self.valid[:, :count], self.valid[:, 1:]
         end = full_windows * self.length
         if full_windows:
             windows = [part[:, :end].reshape(-1, self.length) for part in (tokens, targets)]
-            pass_tokens = CUDA_PASS_TOKENS if self.valid.is_cuda else self.train.shape[0] * self.length
+            pass_tokens = CUDA_PASS_TOKENS // parts if self.valid.is_cuda else self.train.shape[0] * self.length
             yield from zip(*(part.split(max(1, pass_tokens // self.length)) for part in windows), strict=True)
         if count % self.length:
             yield tokens[:, end:], targets[:, end:]
@@ -194,7 +206,7 @@ def layer_entropy(model: Decoder, tokens: Int[Tensor, "sample length"]) -> tuple
     """
     means = []
     for weights in model.activations(tokens, ["attention"])["attention"]:
-        entropy = shannon_entropy(weights)
+        entropy = shannon_entropy(weights, check=False)  # softmaxes, and the step is captured
         square = (weights * weights.clamp_min(torch.finfo(weights.dtype).tiny).log().square()).sum(dim=-1)
         means.append(torch.stack([entropy, square - entropy.square()]).mean(dim=(2, 3, 4)))
     entropy, slope = torch.stack(means, dim=2)
@@ -242,13 +254,14 @@ def decoder_config(setting: LanguageSetting, variant: Variant, types: int) -> De
         heads=setting.heads,
         hidden=setting.hidden,
         length=setting.length,
-        norm="post",
+        norm=variant.norm,
         positions="sinusoidal",
         activation=variant.activation,
         init="encoder",
         alike=variant.alike,
         scale_embedding=True,
         dropout=setting.dropout,
+        sites=variant.sites,
     )
 
 
@@ -396,8 +409,13 @@ def validate(model: Decoder, text: TextColumns) -> dict[str, Tensor]:
                 authors_window["window_entropy"] = entropy[:, AUTHORS_WINDOW - windows]
             entropy_sum, windows = entropy_sum + entropy.sum(dim=1), windows + len(tokens)
     if not windows:
-        remedy = "give a longer text, fewer `columns`, a smaller `length` or, where it is set, a greater `glance`"
-        expected = f"validation columns of more than {text.length} tokens"
-        raise InputError("corpus", expected, text.valid.shape[1], remedy, must="have")
+        raise no_full_window(text)
     mean_loss, entropy = torch.as_tensor(loss / predicted), torch.as_tensor(entropy_sum / windows)
     return {"valid_loss": mean_loss, "entropy": entropy, **authors_window}
+
+
+def no_full_window(text: TextColumns) -> InputError:
+    """Return the error of a validation text that is shorter than a window."""
+    remedy = "give a longer text, fewer `columns`, a smaller `length` or, where it is set, a greater `glance`"
+    expected = f"validation columns of more than {text.length} tokens"
+    return InputError("corpus", expected, text.valid.shape[1], remedy, must="have")

@@ -305,7 +305,9 @@ STUDY = Study(
     version=3,
     presets={
         "quick": Preset(
-            Config(**language_training.quick_fields(), layers=2, rates=(1e-3, 3e-3, 1e-2)), seeds=3, seconds=35.0
+            Config(**language_training.quick_fields(every=50), layers=2, rates=(1e-3, 3e-3, 1e-2)),
+            seeds=3,
+            seconds=35.0,
         ),
         "paper": Preset(Config(**language_training.paper_fields()), seeds=3, seconds=900_000.0),  # an estimate
     },
@@ -331,5 +333,6 @@ STUDY = Study(
         ),
     },
     threads=1,
+    exact_shards=False,
     inputs=language_training.inputs,
 )

@@ -282,9 +282,9 @@ def outcome(run: xr.Dataset) -> str:
     unequal = companions(run, run.compared_frequency.sel(bias="unequal")).mean("seed")
     return (
         f"Theorem 5 equals the sum over all states to {error:.0e}, and sampled frequencies depart from it by at most "
-        f"{largest:.1f} standard errors: given a token, its sibling occurs in {float(equal[0]):.0%} of the sequences "
-        f"and a token joined to it at the root in {float(equal[-1]):.0%}. With a rare and a common branch these are "
-        f"{float(unequal[0]):.0%} and {float(unequal[-1]):.0%}."
+        f"{largest:.1f} standard errors: given a token, its sibling occurs in {100 * float(equal[0]):.0f} % of the "
+        f"sequences and a token joined to it at the root in {100 * float(equal[-1]):.0f} %. With a rare and a common "
+        f"branch these are {100 * float(unequal[0]):.0f} % and {100 * float(unequal[-1]):.0f} %."
     )
 
 
@@ -389,6 +389,7 @@ STUDY = Study(
     run=run,
     claims=CLAIMS,
     outcome=outcome,
+    threads=1,
     figures={
         "agreement": Drawing(
             draw_agreement,

@@ -391,12 +391,13 @@ def outcome(run: xr.Dataset) -> str:
         name: float(flow_comparison.followed_by("reduced at rest", "plain", name)(run).mean())
         for name in flow_comparison.SETTINGS
     }
+    folded = float(flow_comparison.folded_distance(run).max())
     return (
-        f"A stable point near the positive centre exists for {stable['plain']:.0%} of the plain flows, "
-        f"{stable['sphere']:.0%} of those with weights of length 1 and {stable['decayed']:.0%} with weight decay. "
-        f"Theorem 4's flow stays within 10 % of the full one for {follows['overlapping']:.1%} of its life, "
-        f"{follows['disjoint']:.1%} with disjoint centres and {follows['near']:.1%} from a start near one; folding "
-        f"attention into the MLP is exact to {float(flow_comparison.folded_distance(run).max()):.0e}."
+        f"A stable point near the positive centre exists for {100 * stable['plain']:.0f} % of the plain flows, "
+        f"{100 * stable['sphere']:.0f} % of those with weights of length 1 and {100 * stable['decayed']:.0f} % with "
+        f"weight decay. Theorem 4's flow stays within 10 % of the full one for {100 * follows['overlapping']:.1f} % of "
+        f"its life, {100 * follows['disjoint']:.1f} % with disjoint centres and {100 * follows['near']:.1f} % from a "
+        f"start near one; folding attention into the MLP is exact to {folded:.0e}."
     )
 
 

@@ -349,7 +349,7 @@ STUDY = Study(
     ),
     version=4,
     presets={
-        "quick": Preset(Config(), seeds=3, seconds=30),
+        "quick": Preset(Config(), seeds=3, seconds=25),
         "paper": Preset(Config(long_steps=20_000), seeds=10, seconds=100),
     },
     run=run,

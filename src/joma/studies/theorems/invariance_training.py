@@ -17,7 +17,7 @@ from joma import schedule
 from joma.arguments import InputError, scalar, whole
 from joma.data.tokens import token_classes
 from joma.models.block import Block, BlockConfig
-from joma.study import Arms, Context
+from joma.study import Arms, Context, LabelledTraining
 from joma.theory import invariants
 from joma.train import Optimiser, Record
 
@@ -172,10 +172,10 @@ def long_trial(config: Config, context: Context) -> xr.DataArray:
     at = schedule.every(max(1, steps // 100), steps)
     trajectory = context.fit(
         block,
-        lambda model, _: _loss(model, x.to(context.device)),
+        lambda model, _: cross_entropy(model, x.to(context.device)),
         optimiser=Optimiser("sgd", arm.rate, {"z": arm.rate_z}),
         steps=steps,
-        record=Record(_measure_exp, at=at, dims=DIMS),
+        record=Record(measure_exp, at=at, dims=DIMS),
         arms=Arms("kind", TOKEN_KINDS),
         label=f"{setting.label}, small rate",
     ).transpose("step", "kind", "seed", ...)
@@ -273,34 +273,38 @@ def overlapping(dim: int, columns: int, cosine: float) -> Float[Tensor, "dim col
 DIMS = {"v": ("token", "hidden"), "z": ("query", "token"), "b_bar": ("token",), "pull": ("token",)}
 
 
-def _loss(model: Block, x: Tensor) -> Tensor:
+def cross_entropy(model: Block, x: Tensor) -> Tensor:
     """Return the cross entropy: sample i is class i, and hidden unit k is the logit of class k."""
     h = model(x)
     return (h.logsumexp(dim=-1) - h.diagonal(dim1=-2, dim2=-1)).mean(dim=-1)
 
 
-def _measure_exp(model: Block, _step: int) -> dict[str, Tensor]:
+def measure_exp(model: Block, _step: int) -> dict[str, Tensor]:
+    """Return what the law of exp and linear attention needs of a step: weights and logits."""
     return {"v": model.v, "z": model.z}
 
 
-def _measure_softmax(model: Block, step: int) -> dict[str, Tensor]:
-    return {**_measure_exp(model, step), "b_bar": model.mean_attention(), "pull": model.pull()}
+def measure_softmax(model: Block, step: int) -> dict[str, Tensor]:
+    """Return what the law of softmax attention and its ledger need of a step."""
+    return {**measure_exp(model, step), "b_bar": model.mean_attention(), "pull": model.pull()}
 
 
 def _train(config: Config, context: Context, setting: BlockSetting, prepared: Prepared) -> xr.Dataset:
     """Train, and record `v` and `z` at every step, for softmax also what its ledger needs."""
     arms = [f"{arm} {kind}" for arm, kind in product(setting.arms(config), TOKEN_KINDS)]
     x = prepared.x.to(context.device).repeat(len(arms) // len(TOKEN_KINDS), 1, 1)
-    measure = _measure_softmax if setting.attention == "softmax" else _measure_exp
-    return context.fit(
+    measure = measure_softmax if setting.attention == "softmax" else measure_exp
+    training = LabelledTraining(
         prepared.block,
-        lambda model, _: _loss(model, x),
+        lambda model, _: cross_entropy(model, x),
         optimiser=prepared.optimiser,
         steps=whole("steps", config.steps),
         record=Record(measure, dims=DIMS),
         arms=Arms("arm", arms),
         label=setting.label,
+        brief=True,
     )
+    return context.fit_together([training])[0]
 
 
 def _compare(config: Config, attention: str, arm: Arm, trajectory: xr.Dataset, x: np.ndarray) -> xr.Dataset | None:

@@ -396,6 +396,7 @@ STUDY = Study(
         "Entropy of attention over time along Figure 4's flow: it falls from 2.3 to 0.9 nats and comes back to 1.5.",
     ),
     threads=1,
+    exact_shards=False,
     figures={
         "linear-nonlinear": Drawing(
             sparse_dense_figures.draw_linear_nonlinear,

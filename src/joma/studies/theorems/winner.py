@@ -330,10 +330,11 @@ def outcome(run: xr.Dataset) -> str:
     speed = late_speed(run)
     printed = ratio_spread(run, 2.0).isel(time=-1)
     return (
-        f"SGD stays within {float(distance(run, 'trained').max()):.1%} of Theorem 2 up to {float(run.time[-1]):.2g} of "
-        f"the blow-up time, where the ratio in the slides differs by {float(printed.mean()):.0%} between tokens. "
-        f"In Figure 3's block {float((speed >= 1).mean()):.0%} of the weights end at their mean speed or faster, and "
-        f"half have slowed to {float(speed.median()):.0%} of it or less."
+        f"SGD stays within {100 * float(distance(run, 'trained').max()):.1f} % of Theorem 2 up to "
+        f"{float(run.time[-1]):.2g} of the blow-up time, where the ratio in the slides differs by "
+        f"{100 * float(printed.mean()):.0f} % between tokens. In Figure 3's block "
+        f"{100 * float((speed >= 1).mean()):.0f} % of the weights end at their mean speed or faster, and half have "
+        f"slowed to {100 * float(speed.median()):.0f} % of it or less."
     )
 
 

@@ -1,0 +1,20 @@
+"""Surprisals against torch's cross entropy."""
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from joma.studies.theorems.surprisal import expected_surprisal, surprisal
+
+
+@given(seed=st.integers(0, 2**31), outputs=st.integers(1, 5), scale=st.sampled_from([0.1, 3.0, 300.0]))
+def test_surprisals_are_the_cross_entropies_of_torch(seed, outputs, scale):
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(2, 3, outputs, generator=generator, dtype=torch.float64)
+    target = torch.randint(outputs, (2, 3), generator=generator)
+    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(2, 3)
+    torch.testing.assert_close(surprisal(logits, target), expected)
+    p = torch.rand(2, 3, outputs, generator=generator, dtype=torch.float64).softmax(-1)
+    expected = F.cross_entropy(logits.flatten(0, 1), p.flatten(0, 1), reduction="none").view(2, 3)
+    torch.testing.assert_close(expected_surprisal(logits, p), expected)
