@@ -52,6 +52,14 @@ def test_each_purpose_has_a_stream_of_its_own_which_starts_again(seed, purposes)
         assert not torch.isin(first, second).any()
 
 
+def test_streams_of_numpy_differ_by_seed_and_purpose_and_start_again():
+    contexts = Context((0, 1)), Context((1,))
+    starts, data = ([stream.normal(size=5) for stream in contexts[0].numpy_generators(name)] for name in ("a", "b"))
+    (again,) = contexts[1].numpy_generators("a")
+    np.testing.assert_array_equal(again.normal(size=5), starts[1])
+    assert len({values[0] for values in (*starts, *data)}) == 4
+
+
 def test_streams_of_many_purposes_are_uncorrelated():
     draws = [
         torch.randn(4_000, generator=generator)

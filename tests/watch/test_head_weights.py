@@ -92,6 +92,7 @@ def test_interleaved_rows_stand_head_by_head():
         ({"model_type": "phi", "partial_rotary_factor": 1.0}, Rotary(4)),
         ({"model_type": "phi", "rope_parameters": {"partial_rotary_factor": 1.0}}, Rotary(4)),
         ({"model_type": "gptj", "rotary_dim": 2}, Rotary(2, interleaved=True)),
+        ({"model_type": "gpt_neox", "rotary_pct": 0.2}, None),  # 0.2 of 4 dimensions: transformers rotates none
     ],
 )
 def test_a_config_says_what_is_rotated(fields, rotary, tmp_path):

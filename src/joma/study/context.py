@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import xarray as xr
 
 from joma import schedule
@@ -98,6 +99,15 @@ class Context:
         import torch
 
         return [torch.Generator().manual_seed(_stream_seed(seed, purpose)) for seed in self.models(arms)]
+
+    def numpy_generators(self, purpose: str) -> list[np.random.Generator]:
+        """Return a random stream of NumPy for each seed, independent of the streams of other purposes.
+
+        >>> first, again = (Context((3,)).numpy_generators("starts")[0].normal() for _ in range(2))
+        >>> first == again
+        True
+        """
+        return [np.random.default_rng(_stream_seed(seed, purpose)) for seed in self.seeds]
 
     def models(self, arms: Arms | None = None) -> list[int]:
         """Return the seed of each model on the leading axis: all seeds, once for each arm.

@@ -287,7 +287,7 @@ def _rotary(fields: Mapping[str, Any], head_dim: int, names: Names, *, learned: 
     shares = [place[name] for place in places for name in SHARES if isinstance(place.get(name), int | float)]
     share = shares[0] if shares else ROTATED[model_type]
     given = fields.get("rotary_dim")
-    dims = int(given) if isinstance(given, int) else int(head_dim * share) if math.isfinite(share) else 0
-    if dims % 2 or not 0 < dims <= head_dim:
+    dims = int(given) if isinstance(given, int) else int(head_dim * share) if math.isfinite(share) else -1
+    if dims % 2 or not 0 <= dims <= head_dim:
         raise NotNamed(f"{dims} of {head_dim} dimensions cannot be rotated in pairs")
-    return Rotary(dims, model_type in NEIGHBOURS)
+    return Rotary(dims, model_type in NEIGHBOURS) if dims else None  # a quarter of three dimensions is none

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import fields, replace
-
 import pytest
-import xarray as xr
 
+from config_fields import Fields
 from joma.studies.theorems import (
     cooccurrence,
     critical_points,
@@ -17,7 +14,6 @@ from joma.studies.theorems import (
     value_invariant,
     winner,
 )
-from joma.study import Context
 
 MODULES = {
     "invariance": invariance, "winner": winner, "sparse-dense": sparse_dense, "ladder": ladder,
@@ -89,27 +85,19 @@ CHANGES = {
 }  # fmt: skip
 
 
-def run_once(study, **changes):
-    return MODULES[study].run(replace(CONFIGS[study], **changes), Context((SEED,)))
-
-
-@functools.cache
-def baseline(study):
-    return run_once(study)
+FIELDS = {study: Fields(MODULES[study], CONFIGS[study], CHANGES[study], SEED) for study in CHANGES}
 
 
 @pytest.mark.parametrize("study", CHANGES)
 def test_every_field_is_changed_below(study):
-    assert set(CHANGES[study]) == {field.name for field in fields(MODULES[study].Config)}
+    FIELDS[study].assert_all_are_changed()
 
 
 @pytest.mark.parametrize(("study", "name"), [(study, name) for study, changes in CHANGES.items() for name in changes])
 def test_a_changed_field_changes_the_run(study, name):
-    value = CHANGES[study][name]
-    assert value != getattr(CONFIGS[study], name)
-    assert not run_once(study, **{name: value}).identical(baseline(study))
+    FIELDS[study].assert_changes_the_run(name)
 
 
 @pytest.mark.parametrize("study", CHANGES)
 def test_the_same_config_gives_the_same_run(study):
-    xr.testing.assert_identical(run_once(study), baseline(study))
+    FIELDS[study].assert_repeats()

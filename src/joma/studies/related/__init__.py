@@ -1,0 +1,1 @@
+"""Results by others on how Transformers learn, measured with the same tools."""
