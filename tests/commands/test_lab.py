@@ -104,7 +104,7 @@ def test_ctrl_c_ends_the_server_with_code_130():
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 130
         assert errors.count("\n") == 1
-        assert "interrupted" in errors
+        assert errors == "joma: interrupted; the lab is closed.\n"
         port = int(re.search(r":(\d+)", printed["url"].removeprefix("http:"))[1])
         assert local_addresses(port) == set()
 

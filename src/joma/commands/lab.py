@@ -20,6 +20,7 @@ from urllib.error import URLError
 from tyro.conf import Positional, arg
 
 from joma.commands.printing import BAD_INPUT, complain, emit, write_line
+from joma.train.interrupt import EXIT_CODE
 
 HOST = "127.0.0.1"  # loopback: other machines cannot connect
 FIRST_PORT, PORTS = 2718, 100  # tried one after another if no port is given
@@ -48,7 +49,15 @@ class LabCommand:
 
         files = [str(page_file(name)) for name in ([self.page] if self.page is not None else PAGES)]
         _check_installed()
-        port, token = _free_port(self.port), secrets.token_urlsafe(24)
+        try:
+            return self._serve(files, _free_port(self.port))
+        except KeyboardInterrupt:
+            complain("interrupted; the lab is closed.")
+            return EXIT_CODE
+
+    def _serve(self, files: list[str], port: int) -> int:
+        """Serve the pages until the server ends; return the exit code."""
+        token = secrets.token_urlsafe(24)
         with _server(files, port, token) as server:
             if not _answers(server, port):
                 complain("the server of marimo did not start; its messages stand above.")

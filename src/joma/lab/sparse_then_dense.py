@@ -142,7 +142,14 @@ def draw(solution, temperature, share):
     axes[0, 1].set(title="Linear: the winner takes all")
     axes[0, 1].axvline(winner, color="0.5", linewidth=0.9)
     side = "left" if winner < 0.7 * solution.end else "right"
-    axes[0, 1].text(min(winner, solution.end), 0.96 * HIGHEST, f" blow-up at t* = {winner:.3g} ", va="top", ha=side)
+    axes[0, 1].text(
+        min(winner, solution.end),
+        0.96 * HIGHEST,
+        f" blow-up at t* = {winner:.3g} ",
+        va="top",
+        ha=side,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+    )
     axes[0, 0].legend(loc="upper left", ncols=len(tokens), title="token", handlelength=1.4, columnspacing=1)
     for panel in axes[0]:
         panel.set(xlim=(0, solution.end), ylim=(0, HIGHEST), yticks=range(6))
