@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks import Row
 from joma.engine import Engine, LocalEngine, Output, RayEngine, Unit
+from joma.engine.connecting import LOOPBACK, on_loopback
 from joma.memory import readable
 from joma.progress import Progress
 
@@ -154,11 +155,11 @@ def two_nodes() -> Iterator[str]:
     os.environ["RAY_TMPDIR"] = folder
     ray, cluster_utils = import_module("ray"), import_module("ray.cluster_utils")
     options = {"num_cpus": 1, "object_store_memory": 200_000_000, "include_dashboard": False}
-    cluster = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={"node_ip_address": "127.0.0.2", "temp_dir": folder, **options}
-    )
+    with on_loopback(ray):
+        head = {"node_ip_address": LOOPBACK, "temp_dir": folder, **options}
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(node_ip_address=LOOPBACK, **options)
     try:
-        cluster.add_node(node_ip_address="127.0.0.3", **options)
         yield cluster.address
     finally:
         ray.shutdown()

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from joma.engine import Needs, Output, Unit
+from joma.engine.connecting import LOOPBACK, on_loopback
 from joma.manifest import write_manifest
 
-HEAD, WORKER = "127.0.0.2", "127.0.0.3"
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -54,9 +54,9 @@ def two_nodes() -> Iterator:
 
     folder = tempfile.mkdtemp(prefix="joma-test-", dir="/tmp")
     Path(folder, "ray").mkdir()  # for the address of the newest cluster: a `Cluster` expects the folder to exist
-    with environment(RAY_TMPDIR=folder):
+    with environment(RAY_TMPDIR=folder), on_loopback(ray):
         options = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-        head = {"node_ip_address": HEAD, "temp_dir": folder, "_system_config": FAST_DETECTION, **options}
+        head = {"node_ip_address": LOOPBACK, "temp_dir": folder, "_system_config": FAST_DETECTION, **options}
         cluster = None
         try:
             cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -72,7 +72,7 @@ def two_nodes() -> Iterator:
 
 
 def add_worker(cluster):
-    return cluster.add_node(num_cpus=1, node_ip_address=WORKER, object_store_memory=80 * 2**20)
+    return cluster.add_node(num_cpus=1, node_ip_address=LOOPBACK, object_store_memory=80 * 2**20)
 
 
 def wait_for_no_process(word: str, seconds: float = 20) -> list[str]:

@@ -219,4 +219,4 @@ def test_a_machine_that_leaves_in_the_midst(cluster, engine, warnings, tmp_path,
     for number, name in enumerate(names):
         perform(unit(name, "store", out=tmp_path / "here", name=name, number=number))
     assert contents(tmp_path / "ray") == contents(tmp_path / "here")
-    assert "the machine 127.0.0.3 has left the cluster; its units run again elsewhere." in warnings
+    assert "the machine 127.0.0.1 has left the cluster; its units run again elsewhere." in warnings

@@ -10,7 +10,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -119,11 +119,12 @@ def on_loopback(ray: ModuleType) -> Iterator[None]:
 def _join(ray: ModuleType, address: str) -> Connection:
     """Connect to the cluster at `address`."""
     try:
-        host, port = _place(ray, address)
-        problem = "" if _speaks_http2(host, port) else f"no Ray at {host}:{port}"
-        if not problem:
-            with _environment(FAST_REFUSAL):
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with on_loopback(ray) if _only_on_loopback(ray, address) else nullcontext():
+            host, port = _place(ray, address)
+            problem = "" if _speaks_http2(host, port) else f"no Ray at {host}:{port}"
+            if not problem:
+                with _environment(FAST_REFUSAL):
+                    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as cause:
         ray.shutdown()
         problem = short_reason(cause)
@@ -132,6 +133,17 @@ def _join(ray: ModuleType, address: str) -> Connection:
         remedy = f"{remedy} `ray start --head`; if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
         raise InputError("--address", expected, f"{address!r} ({problem})", remedy)
     return Connection(False, ray.shutdown)
+
+
+def _only_on_loopback(ray: ModuleType, address: str) -> bool:
+    """Return whether a cluster is at `LOOPBACK` alone, where Ray would look for it at this machine's other address."""
+    host, _, port = address.rpartition(":")
+    if host != LOOPBACK or not port.isdigit():
+        return False
+    other, _ = _place(ray, address)
+    with suppress(OSError), socket.create_connection((other, int(port)), ANSWER_SECONDS):
+        return False
+    return other != LOOPBACK
 
 
 def _place(ray: ModuleType, address: str) -> tuple[str, int]:
