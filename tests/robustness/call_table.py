@@ -5,6 +5,7 @@ A call is the function and its arguments as source code, so that a call that fai
 
 from __future__ import annotations
 
+from robustness.call_table_related import QUERY, RELATED
 from robustness.call_table_worlds import GENERATORS, KEY, SOLVER, WORLDS
 
 UNIT = "joma.theory.mixture.Unit.of('relu', [[2.0, 0.0], [0.0, 1.0]], [1.0, -0.5])"
@@ -15,7 +16,6 @@ VALUE_FLOW = "joma.theory.value_flow.value_block('exp', 'tanh', joma.theory.loss
 ROTARY = "joma.probes.Rotary(2)"
 GRAM = "joma.probes.head_gram(torch.rand(2, 3, 4))"
 STATES = "torch.randn(3, 6, 4, 5, generator=torch.Generator().manual_seed(0))"
-QUERY = "torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))"
 DECODER = "joma.models.DecoderConfig(vocabulary=10, width=8)"
 
 _RACE = {"delta": "[0.9, 0.7, -0.3]", "v0": "[0.1]", "z0": "0.2", "kappa": "1.5", "rate_w": "0.5"}
@@ -416,7 +416,7 @@ OTHERS: dict[str, dict[str, str]] = {
     "joma.train.Saving": {"folder": "'checkpoints'", "at": "[0, 5]", "min_seconds": "1.0"},
 }
 
-CALLS = {**THEORY, **OTHERS, **WORLDS}
+CALLS = {**THEORY, **RELATED, **OTHERS, **WORLDS}
 
 RESULT = "holds results; nothing but the package creates it"
 FILES = "reads or writes files: `torture_commands` and the harnesses of damage and faults"
@@ -449,6 +449,21 @@ LEFT_OUT: dict[str, str] = {
     "joma.theory.optimum.Optimum": RESULT,
     "joma.theory.populations.Population": "created by `population` and `planted`",
     "joma.theory.mixture.Unit": "created by `Unit.of`",
+    "joma.theory.value_softmax.Orbit": RESULT,
+    "joma.theory.even_pairs.Sequences": "created by `all_sequences`",
+    "joma.theory.in_context.Path": RESULT,
+    "joma.theory.in_context.PlainStep": RESULT,
+    "joma.theory.in_context.RankOneSaddle": RESULT,
+    "joma.theory.in_context_descent.BestDescent": RESULT,
+    "joma.theory.in_context_markov.SaddleGradients": RESULT,
+    "joma.theory.margins.NuclearMargin": RESULT,
+    "joma.theory.token_selection.VectorPath": RESULT,
+    "joma.theory.token_selection.FactorPath": RESULT,
+    "joma.theory.rank_collapse.Tokens": "created by `split`",
+    "joma.theory.entropy_search.LowRows": RESULT,
+    "joma.theory.entropy_search.LowMatrices": RESULT,
+    "joma.theory.markov.ReducedPath": RESULT,
+    "joma.theory.in_context_autoregression.Optimum": RESULT,
     "joma.data.addition.Ceiling": RESULT,
     "joma.data.addition.Pairs": RESULT,
     "joma.data.combinations.Collapsed": RESULT,

@@ -2,6 +2,7 @@
 
 - `entropy`: the entropy of attention, from its weights or from queries and keys alone.
 - `summary`: entropy and what else one may ask of attention: weights, sinks, distances, logits.
+- `floor`: how low the entropy of attention can be, given the size of its logits.
 - `rank`: the stable rank of weights.
 - `spectrum`: the stable rank and the participation ratio of hidden states.
 - `orthogonality`: the cosines between embeddings or hidden states.

@@ -13,6 +13,8 @@ from .entropy import attention_rows as attention_rows
 from .entropy import effective_tokens as effective_tokens
 from .entropy import mean_entropy as mean_entropy
 from .entropy import shannon_entropy as shannon_entropy
+from .floor import entropy_floor as entropy_floor
+from .floor import logit_norms as logit_norms
 from .orthogonality import Orthogonality as Orthogonality
 from .orthogonality import cosine_orthogonality as cosine_orthogonality
 from .permutation import PermutationGap as PermutationGap

@@ -7,7 +7,7 @@ from importlib import import_module
 from joma.arguments import choice
 from joma.study import Study
 
-# In the order of the paper, which is the order of `joma list` and of the report.
+# In the order of the papers, then dynamics by others: the order of `joma list` and of the report.
 STUDIES = {
     "invariance": "joma.studies.theorems.invariance",
     "value-invariant": "joma.studies.theorems.value_invariant",
@@ -29,6 +29,16 @@ STUDIES = {
     "addition": "joma.studies.symmetry.addition",
     "position-emergence": "joma.studies.symmetry.position_emergence",
     "pretrained": "joma.studies.pretrained",
+    "polarise": "joma.studies.related.polarise",
+    "icl-regression": "joma.studies.related.icl_regression",
+    "max-margin": "joma.studies.related.max_margin",
+    "rank-collapse": "joma.studies.related.rank_collapse",
+    "entropy-floor": "joma.studies.related.entropy_floor",
+    "even-pairs": "joma.studies.related.even_pairs",
+    "markov-unigram": "joma.studies.related.markov_unigram",
+    "icl-autoregression": "joma.studies.related.icl_autoregression",
+    "induction-phases": "joma.studies.related.induction_phases",
+    "panorama": "joma.studies.related.panorama",
 }
 
 
