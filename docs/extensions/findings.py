@@ -107,7 +107,10 @@ class Finding(SphinxDirective):
 
     def _parts(self) -> Iterator[str]:
         (name,), kinds = self.arguments, self.options.get("kinds", list(KINDS))
-        (path,) = (path for path in make_runs.in_order() if path.parent.name == name)
+        path = next((path for path in make_runs.in_order() if path.parent.name == name), None)
+        if path is None:
+            yield f"No run of `{name}` is stored: {make_runs.NOT_STORED[name]}."
+            return
         depth = self.env.docname.count("/")
         self.env.note_dependency(path / "claims.json")
         study, stored = load(name), read_claims(path)

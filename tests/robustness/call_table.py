@@ -5,7 +5,7 @@ A call is the function and its arguments as source code, so that a call that fai
 
 from __future__ import annotations
 
-from robustness.call_table_related import QUERY, RELATED
+from robustness.call_table_related import QUERY, RELATED, RELATED_RESULTS
 from robustness.call_table_worlds import GENERATORS, KEY, SOLVER, WORLDS
 
 UNIT = "joma.theory.mixture.Unit.of('relu', [[2.0, 0.0], [0.0, 1.0]], [1.0, -0.5])"
@@ -449,21 +449,7 @@ LEFT_OUT: dict[str, str] = {
     "joma.theory.optimum.Optimum": RESULT,
     "joma.theory.populations.Population": "created by `population` and `planted`",
     "joma.theory.mixture.Unit": "created by `Unit.of`",
-    "joma.theory.value_softmax.Orbit": RESULT,
-    "joma.theory.even_pairs.Sequences": "created by `all_sequences`",
-    "joma.theory.in_context.Path": RESULT,
-    "joma.theory.in_context.PlainStep": RESULT,
-    "joma.theory.in_context.RankOneSaddle": RESULT,
-    "joma.theory.in_context_descent.BestDescent": RESULT,
-    "joma.theory.in_context_markov.SaddleGradients": RESULT,
-    "joma.theory.margins.NuclearMargin": RESULT,
-    "joma.theory.token_selection.VectorPath": RESULT,
-    "joma.theory.token_selection.FactorPath": RESULT,
-    "joma.theory.rank_collapse.Tokens": "created by `split`",
-    "joma.theory.entropy_search.LowRows": RESULT,
-    "joma.theory.entropy_search.LowMatrices": RESULT,
-    "joma.theory.markov.ReducedPath": RESULT,
-    "joma.theory.in_context_autoregression.Optimum": RESULT,
+    **{f"joma.theory.{name}": RESULT for name in RELATED_RESULTS},
     "joma.data.addition.Ceiling": RESULT,
     "joma.data.addition.Pairs": RESULT,
     "joma.data.combinations.Collapsed": RESULT,

@@ -95,6 +95,7 @@ RELATED: dict[str, dict[str, str]] = {
     "joma.theory.margins.nuclear_norm": {"w": "[[3.0, 0.0], [0.0, -4.0]]"},
     "joma.theory.margins.margin_shares": {"w": "[[1.0, 0.0], [0.0, 1.0]]", "differences": _CONSTRAINTS},
     "joma.theory.margins.token_differences": {"x": _SEQUENCES, "selected": "[0]"},
+    "joma.theory.margins.enforced_differences": {"x": _SEQUENCES, "g": "[[1.0, 0.0]]", "selected": "[0]"},
     "joma.theory.token_selection.attention_push": {"logits": "[[1.0, 0.0]]", "g": "[[1.0, 0.0]]"},
     "joma.theory.token_selection.attention_weights": {"x": _SEQUENCES, "p": "[1.0, 2.0]"},
     "joma.theory.token_selection.outer_tokens": {"x": _SEQUENCES, "z": "[[1.0, 2.0]]"},
@@ -219,3 +220,22 @@ RELATED: dict[str, dict[str, str]] = {
     "joma.probes.entropy_floor": {"logit_norm": "torch.tensor([0.5, 4.0])", "keys": "torch.tensor(10)"},
     "joma.probes.logit_norms": {"query": QUERY, "key": QUERY, "causal": "True", "scale": "0.5"},
 }
+
+# Results of these functions, or created by one of them.
+RELATED_RESULTS = (
+    "entropy_search.LowMatrices",
+    "entropy_search.LowRows",
+    "even_pairs.Sequences",
+    "in_context.Path",
+    "in_context.PlainStep",
+    "in_context.RankOneSaddle",
+    "in_context_autoregression.Optimum",
+    "in_context_descent.BestDescent",
+    "in_context_markov.SaddleGradients",
+    "margins.NuclearMargin",
+    "markov.ReducedPath",
+    "rank_collapse.Tokens",
+    "token_selection.FactorPath",
+    "token_selection.VectorPath",
+    "value_softmax.Orbit",
+)

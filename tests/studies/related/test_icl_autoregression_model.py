@@ -77,7 +77,7 @@ def test_orthogonal_matrices_exist_for_noise_of_zero(monkeypatch):
     """The noise may be 0 exactly, once in 2²⁴ numbers: its normal vector still has a direction."""
     from joma import noise
 
-    monkeypatch.setattr(noise, "uniform", lambda shape, *, key, site: torch.zeros(key.shape[1], *shape))
+    monkeypatch.setattr(noise, "uniform", lambda shape, *, key, **_: torch.zeros(key.shape[1], *shape))
     tokens, target = sequences([Arm(HAAR, 3)], seeds=SEEDS, step=0, samples=2, dim=3)
     assert torch.isfinite(tokens).all()
     torch.testing.assert_close(target.norm(dim=-1), torch.full((2, 2), 3**0.5))

@@ -49,6 +49,7 @@ def test_the_larger_of_both_starts_counts(run):
     np.testing.assert_array_equal(measures.direction_error(run), [0.3, 0.2])
     assert measures.locally_best(run) == pytest.approx(2 / 3)
     np.testing.assert_array_equal(measures.late_convergence(run), [0.0, 0.5])
+    np.testing.assert_array_equal(measures.late_direction_error(run), [0.01, 0.01])
     np.testing.assert_array_equal(measures.global_share(run), [0.5, 0.0])
     np.testing.assert_array_equal(measures.descent_ratio(run, "equal"), [2.0, 2.0])
     assert measures.log_time_range(run, 1) == (2.0, 2.0)

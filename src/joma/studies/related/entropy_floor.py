@@ -251,7 +251,7 @@ MODEL_CLAIMS = (
         loss_gain,
         above(0.0),
         kind="reading",
-        quantity="training loss without σReparam less that with it, mean over the records of the second half, in nats",
+        quantity="training loss without σReparam less that with it, mean over records in the second half of the steps",
         across="interval",
     ),
     Claim(

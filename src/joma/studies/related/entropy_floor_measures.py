@@ -56,8 +56,8 @@ def collapse(run: xr.Dataset) -> xr.DataArray:
 
 
 def loss_gain(run: xr.Dataset) -> xr.DataArray:
-    """Return the training loss without σReparam less that with it at the largest rate, second half, per seed."""
-    late = run.loss.isel(step=slice(run.sizes["step"] // 2, None)).mean("step").sel(rate=run.rate.max(), drop=True)
+    """Return the training loss without σReparam less that with it, largest rate, second half of steps, per seed."""
+    late = run.loss.sel(step=run.step >= run.step[-1] / 2).mean("step").sel(rate=run.rate.max(), drop=True)
     return late.sel(arm=PLAIN, drop=True) - late.sel(arm=REPARAM, drop=True)
 
 

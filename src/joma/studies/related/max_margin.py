@@ -40,6 +40,7 @@ from joma.studies.related.max_margin_measures import (
     frobenius_cosine,
     global_share,
     late_convergence,
+    late_direction_error,
     late_nuclear_lead,
     locally_best,
     log_time_range,
@@ -251,6 +252,14 @@ FLOW_CLAIMS = (
         "over tokens of lower score only",
     ),
     Claim(
+        "direction-late",
+        "Further on the attention vector still grows as p̂ ln t.",
+        late_direction_error,
+        at_most(NEAR),
+        kind="theorem",
+        quantity=f"{SLOPE} between the last two points of the long path, equal scores, larger of both starts",
+    ),
+    Claim(
         "best",
         "Where one token of each sequence has score 1 and the others 0, attention selects it.",
         lambda run: of_scores(run, "selects_best", "equal").min("start"),
@@ -269,10 +278,10 @@ FLOW_CLAIMS = (
     ),
     Claim(
         "local",
-        "Selected tokens are locally best: their scores are above those of their support tokens.",
+        "Paths that have converged select locally best tokens, with scores above those of their support tokens.",
         locally_best,
         at_least(1.0),
-        kind="theorem",
+        kind="control",
         quantity=f"share of converged paths, free scores, every seed and start; converged is {SLOPE} ≤ {NEAR:g}",
     ),
     Claim(
@@ -451,14 +460,15 @@ STUDY = Study(
             "along the path up to the length at which claims are judged. (b) Length of p over that of p̂ ln t, equal "
             "scores: it tends to 1 for every seed and start. Points: plain gradient descent, bars from least to "
             "greatest seed. (c) Relative distance of the slope dp/d ln t from p̂ of the tokens selected at the end, "
-            "every seed and start.",
+            "every seed and start; it is huge where a path switches tokens, since ln t hardly changes meanwhile.",
         ),
         "margins": Drawing(
             max_margin_figures.draw_margins,
-            "(a) Angle between p and p̂, equal scores. Lines: flow. Points: normalised gradient descent, bars from "
-            "least to greatest seed. (b) Least margin of W and of K Qᵀ as a share of the largest margin among matrices "
-            "of the same Frobenius or nuclear norm. Bars: flow. Points: normalised gradient descent. Error bars: least "
-            "to greatest seed. (c) What K Qᵀ lacks of the largest nuclear margin along the flow, every seed.",
+            "(a) Angle between p and p̂, equal scores, seeds that select all best tokens. Lines: flow. Points: "
+            "normalised gradient descent, bars from least to greatest seed. (b) Least margin of W and of K Qᵀ as a "
+            "share of the largest margin among matrices of the same Frobenius or nuclear norm. Bars: flow. Points: "
+            "normalised gradient descent. Error bars: least to greatest seed. (c) What K Qᵀ lacks of the largest "
+            "nuclear margin along the flow, every seed.",
         ),
     },
 )

@@ -6,10 +6,12 @@ import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from joma.drawing import COLOURS, bars, canvas, letters, measured, series, theory
 from joma.studies.related.max_margin_measures import along, cosine_gaps, of_scores, relative_growth, slowest_path
 
+MAX_SLOPE_ERROR = 1e4  # what is drawn of a switch, where p moves while ln t hardly does
 NORM_LABELS = {"frobenius": "Frobenius norm", "nuclear": "nuclear norm"}
 
 
@@ -65,6 +67,7 @@ def _draw_slopes(panel: Axes, run: xr.Dataset) -> None:
             panel.plot(error.length, error.isel(path=path), color=COLOURS[index], linewidth=0.8, alpha=0.7, label=label)
     panel.set(xlabel="length of the path", ylabel=r"$\Vert dp/d\ln t - \hat p \Vert / \Vert \hat p \Vert$")
     panel.set(yscale="log", title=r"The slope tends to $\hat p$, after switches too")
+    panel.set_ylim(top=MAX_SLOPE_ERROR)
     panel.legend(loc="upper right")
 
 
@@ -81,6 +84,8 @@ def draw_margins(run: xr.Dataset) -> Figure:
 
 def _draw_angle(panel: Axes, run: xr.Dataset) -> None:
     """Draw 1 − cos(p, p̂) of the flow and of normalised gradient descent over the length of the path."""
+    complete = (of_scores(run, "selects_best", "equal") == 1).all("start")
+    run = run.isel(seed=np.flatnonzero(complete))
     gaps = cosine_gaps(run)
     for index, start in enumerate(run.start.values, start=1):
         flow = gaps.sel(start=start)
@@ -91,6 +96,7 @@ def _draw_angle(panel: Axes, run: xr.Dataset) -> None:
     guide = float(gaps.isel(length=-1).mean()) * (length[-1] / length) ** 2
     panel.plot(length, guide, color="0.5", linewidth=1, linestyle=":", label="∝ 1/length²")
     panel.set(xscale="log", yscale="log", xlabel="length of the path", ylabel=r"$1 - \cos(p, \hat p)$")
+    panel.xaxis.set_minor_formatter(NullFormatter())
     panel.set(title="The angle closes slowly")
     panel.legend(loc="lower left", fontsize=7)
     low, high = panel.get_ylim()

@@ -21,6 +21,11 @@ def direction_error(run: xr.Dataset) -> xr.DataArray:
     return of_scores(run, "half_slope_error", "equal").max("start")
 
 
+def late_direction_error(run: xr.Dataset) -> xr.DataArray:
+    """Return ‖dp/d ln t − p̂‖/‖p̂‖ at the end of the long path with equal scores, larger of both starts."""
+    return of_scores(run, "slope_error", "equal").isel(length=-1, drop=True).max("start")
+
+
 def trained_cosine(run: xr.Dataset) -> xr.DataArray:
     """Return the smaller cosine with p̂ that training reaches from both starts, of seeds that lose no sequence.
 

@@ -16,7 +16,7 @@ from joma.studies import common_axes
 from joma.study import Arms, Context
 from joma.train import Optimiser, Record
 
-CLIP = 1e-4  # norm to which gradients are clipped, below all of them: every step has the same length
+SCALE = 1e12  # of the loss, so that every gradient is clipped to the norm 1: all steps have the same length
 LEAST_LOSS = math.log1p(math.exp(-1.0))  # where every sequence attends to a token of score 1
 _SIGMA = 1 / (1 + math.e)  # σ(−1)
 
@@ -168,9 +168,9 @@ def descend_normalised(
 
     return context.fit(
         model,
-        lambda model, _: log_excess(model(x, z), g),
+        lambda model, _: SCALE * log_excess(model(x, z), g),
         label=f"max-margin, {label}, normalised",
-        optimiser=Optimiser("sgd", length / steps / CLIP, clip=CLIP),
+        optimiser=Optimiser("sgd", length / steps, clip=1.0),
         steps=steps,
         record=Record(measure, at=at, dims={"vector": ("dim",), "matrix": ("row", "column")}, gradients=False),
         arms=arms,
