@@ -272,7 +272,7 @@ FLOW_CLAIMS = (
         "Where attention does not select a token of score 1, the other sequences carry it away.",
         lambda run: of_scores(run, "locally_best", "equal").min("start"),
         at_least(1.0),
-        kind="theorem",
+        kind="control",
         quantity="1 if the best token trails the selected one by more than 1 on p̂ of the other sequences, wherever "
         "it is not selected, from both starts, equal scores, else 0",
     ),
@@ -349,7 +349,7 @@ FLOW_CLAIMS = (
         "While K Qᵀ is nearly of rank one, its second singular value departs as the power ρ − 1 of the first.",
         exponent_error,
         at_most(NEARLY_RANK_ONE),
-        kind="theorem",
+        kind="control",
         quantity="largest error of that power over the last interval of the long flow, seeds with σ_2/σ_1 below 0.03 "
         "and along the fastest direction; one number, and the bound is what the law neglects",
     ),
