@@ -17,7 +17,7 @@ export MPLBACKEND := agg
 # Packages are installed uncompiled, which halves the time: the first import compiles what it needs, and must keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test torture check lint types contracts format reference runs-page scale docs benchmark dist clean
+.PHONY: run test torture check lint types contracts format reference axes runs-page scale docs benchmark dist clean
 
 run: $(VENV)/installed
 	@$(BIN)/joma run --out $(OUT) || test $$? -eq 1
@@ -47,6 +47,10 @@ format: $(VENV)/developed
 reference: $(VENV)/developed
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_families.py
+
+# The curves that panorama reads come from the other stored runs: after a new one, run it again and store it.
+axes: $(VENV)/developed
+	$(BIN)/python docs/make_axes.py
 
 runs-page: $(VENV)/developed
 	$(BIN)/joma judge docs/runs > /dev/null || test $$? -eq 1

@@ -60,15 +60,6 @@ NOT_STORED = {
     "ladder": "its run with all trained arms is still to be made; those take about an hour on one core",
     "bounce-control": "its run with the clamped arm is still to be made, about 730 s on an NVIDIA H200",
     "pretrained": "needs checkpoints of OPT and Pythia from the hub",
-    "polarise": "its run at full size is still to be made",
-    "icl-regression": "its run at full size is still to be made",
-    "max-margin": "its run at full size is still to be made",
-    "rank-collapse": "its run at full size is still to be made",
-    "entropy-floor": "its run at full size is still to be made",
-    "even-pairs": "its run at full size is still to be made",
-    "markov-unigram": "its run at full size is still to be made",
-    "icl-autoregression": "its run at full size is still to be made",
-    "induction-phases": "its run at full size is still to be made",
     "panorama": "its run at full size is still to be made",
 }
 # Fields that configs have got since a run was stored, with the value for what was computed then.
