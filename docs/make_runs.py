@@ -28,7 +28,7 @@ were filled in by hand. The run of `bounce-cause` is one on the embedded text: t
 an estimated 16 minutes on an NVIDIA H200. The six runs of commit c1813c9df221 were made side by side on one GPU, so
 that most took longer than they do alone.
 
-So that all fit into 18 MB, `python docs/store_runs.py RUN…` compresses their trajectories and rounds large variables to
+So that all fit into 20 MB, `python docs/store_runs.py RUN…` compresses their trajectories and rounds large variables to
 float32's 23 binary digits, or to as many as leave every verdict, every sentence of what came out and every measured
 value the same to the digits that are printed. The attribute `rounded_to_bits` of a trajectory says which variables are
 rounded. `joma run` itself rounds nothing.
@@ -57,10 +57,8 @@ to weights is, in a Transformer, one about value vectors and not about the MLP, 
 block breaks it ([docs/value-path.md](docs/value-path.md))."""
 START, END = "<!-- findings: written by make runs-page -->", "<!-- end of findings -->"
 NOT_STORED = {
-    "ladder": "its run with all trained arms is still to be made; those take about an hour on one core",
     "bounce-control": "its run with the clamped arm is still to be made, about 730 s on an NVIDIA H200",
     "pretrained": "needs checkpoints of OPT and Pythia from the hub",
-    "panorama": "its run at full size is still to be made",
 }
 # Fields that configs have got since a run was stored, with the value for what was computed then.
 FORMER = {"value_path": False}

@@ -4,6 +4,7 @@ import pytest
 
 from joma.runs import open_run, read_claims
 from joma.studies.symmetry import addition_measures
+from joma.studies.theorems.ladder_measures import arrived, arrived_cases, came_back, fall
 from test_docs import ROOT, RUNS
 
 DEVIATIONS = " ".join((ROOT / "docs" / "deviations.md").read_text(encoding="utf-8").split()).replace("−", "-")
@@ -151,6 +152,21 @@ def said_of_bounce_cause():
     yield f"had come from {float(least):.2f} to {float(last):.2f}"
 
 
+def said_of_ladder():
+    stored = Stored("ladder")
+    run, measured = stored.run, stored.measured
+    depth = fall(run.entropy.sel(activation="linear", world="overlap"))
+    low, high = (f"{100 * float(bound):.0f}" for bound in (depth.min(), depth.max()))
+    yield f"in {run.sizes['seed']} of {run.sizes['seed']} seeds entropy falls, by {low} to {high} % of ln M"
+    yield f"regains {100 * measured['full-bounce']['min']:.1f} % or more of its fall"
+    yield f"under a constant gradient by at most {100 * measured['constant']['max']:.1f} % of the fall"
+    cases = arrived_cases(run, "random")
+    settled, distance = int(cases.case_end.notnull().sum()), float(abs(cases.case_end - cases.case_optimum).mean())
+    yield f"In {settled} random worlds with linear units entropy ends on average {distance:.3f} ln M"
+    returned = int((came_back(run) & arrived(run)).isel(case=run.family == "random").sum())
+    yield f"attention comes back in {returned} of them"
+
+
 def said_of_invariant_text():
     stored = Stored("invariant-text")
     run, end = stored.run, stored.run.isel(step=-1)
@@ -174,6 +190,7 @@ SENTENCES = (
     said_of_position_emergence,
     said_of_activation_control,
     said_of_bounce_cause,
+    said_of_ladder,
     said_of_invariant_text,
 )
 

@@ -247,16 +247,16 @@ FLOW_CLAIMS = (
         "The attention vector grows as p̂ ln t, with p̂ the max-margin vector of the selected tokens.",
         direction_error,
         at_most(NEAR),
-        kind="theorem",
+        kind="control",
         quantity=f"{SLOPE} over the second half of the path, equal scores, larger of both starts; p̂ has margins "
         "over tokens of lower score only",
     ),
     Claim(
         "direction-late",
-        "Further on the attention vector still grows as p̂ ln t.",
+        "Late on its path the attention vector grows as p̂ ln t.",
         late_direction_error,
         at_most(NEAR),
-        kind="theorem",
+        kind="control",
         quantity=f"{SLOPE} between the last two points of the long path, equal scores, larger of both starts",
     ),
     Claim(

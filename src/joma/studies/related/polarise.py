@@ -162,7 +162,7 @@ CLAIMS = (
         "With a constant gradient the losers' weight falls as 2(k − 1)/(k‖c‖²t²).",
         farthest_ratio,
         between(0.94, 1.01),
-        kind="theorem",
+        kind="control",
         quantity="law over measured weight at the last time, of the number k of tokens where it is farthest from 1; "
         "corrections are of relative order 1/t and t^(−4/k)",
     ),
@@ -214,7 +214,7 @@ CLAIMS = (
         "With fixed values the winner's logit leads by ln t under the logistic loss.",
         fixed_rate,
         near(1.0, 0.01),
-        kind="theorem",
+        kind="control",
         quantity="slope of the lead over ln t, over the last factor of ten in ln t",
     ),
     Claim(
@@ -222,7 +222,7 @@ CLAIMS = (
         "With trained values the winner's logit leads by 2 ln ln t only under the logistic loss.",
         trained_rate,
         near(2.0, 0.2),
-        kind="theorem",
+        kind="control",
         quantity="slope of the lead over ln ln t, over the last factor of ten in ln t",
     ),
 )
