@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from joma.arguments import InputError
-from joma.tensors import as_tensor
+from joma.tensors import as_tensor, of_finite
 
 TEXTS = {"expected": "a matrix", "remedy": "give rows of one length"}
 
@@ -43,3 +43,13 @@ def test_a_value_that_is_no_tensor_is_named(value, got):
     ) as caught:
         as_tensor("x", value, **TEXTS)
     assert "\n" not in str(caught.value)
+
+
+def test_matrices_that_have_diverged_are_nan_and_the_others_right():
+    matrices = torch.randn(5, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrices = matrices + matrices.mT
+    expected = torch.linalg.eigvalsh(matrices)[..., 0]
+    matrices[1, 0, 2], matrices[3] = torch.inf, torch.nan
+    least = of_finite(lambda matrix: torch.linalg.eigvalsh(matrix)[..., 0], matrices)
+    assert least.isnan().tolist() == [False, True, False, True, False]
+    torch.testing.assert_close(least[::2], expected[::2])

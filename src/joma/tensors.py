@@ -1,8 +1,8 @@
-"""Convert users' input to tensors."""
+"""Convert users' input to tensors, and apply linear algebra where some matrices have diverged."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,17 @@ from torch import Tensor, nn
 from joma.arguments import InputError, short_reason, whole
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def of_finite(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """Return one number for each matrix, NaN for those with an entry that is not finite, on which torch would raise.
+
+    >>> of_finite(lambda m: torch.linalg.matrix_norm(m, ord=2), torch.tensor([[[3.0]], [[torch.inf]]]))
+    tensor([3., nan])
+    """
+    finite = matrices.isfinite().all(dim=-1).all(dim=-1)
+    values = function(torch.where(finite[..., None, None], matrices, 0.0))
+    return torch.where(finite, values, torch.nan)
 
 
 def as_tensor(name: str, value: Any, *, expected: str, remedy: str) -> Tensor:

@@ -71,6 +71,26 @@ SMALL = {
     "length=6 windows=4 records=3 asked=12 probed=10 compared=5 nulls=4 widths=8,12",
     "pretrained": "layers=2 heads=2 width=16 length=16 batch=4 steps=12 every=5",
 }
+RELATED = {
+    "polarise": "tokens=2 dim=2 records=10 loss_tokens=2 steps=20 until=20 targets=2 target_tokens=3 margin=2",
+    "icl-regression": "spectrum=1.6,1,0.3 length=6 merged_heads=1 merged_until=5 drop_scales=1e-2,1e-3 "
+    "separate_until=50 records=20 prompts=50 batch=8 probe=16 whole_steps=3 whole_batch=8 layers=1,2 layer_steps=3 "
+    "covariances=30 searches=2 softmax_steps=3",
+    "max-margin": "sequences=2 tokens=3 dim=5 length=20 late_length=30 steps=32 descent_steps=20 factor_length=3 "
+    "late_factor_length=6",
+    "rank-collapse": "tokens=12 dim=12 score_tokens=12 draws=4",
+    "entropy-floor": "keys=2,20 norms=0.1,4 row_starts=2 sizes=3 spectral_norms=1,4 matrix_starts=8 width=8 hidden=8 "
+    "layers=1 length=8 batch=4 steps=4 every=2 windows=2",
+    "even-pairs": "lengths=2 until=20 records=20 trained_length=2 rates=0.5 steps=40",
+    "markov-unigram": "length=4 width=3 batch=3 steps=4 inits=0.05,0.4 variants=long,wide long_length=5 wide_width=4 "
+    "probe=4 records=2 reduced_until=20",
+    "icl-autoregression": "dim=2 lengths=3,4 length=4 steps=3 batch=2 probe=10 searches=1 search_dim=2 records=3",
+    "induction-phases": "length=12 batch=4 probe=4 lags=4 steps=20 adam_steps=20 parents_steps=20 oracle_chains=20 "
+    "gradient_length=30 gradient_samples=3 full_steps=4 full_length=10 full_width=4 full_batch=2 full_rates=0.01",
+    "panorama": "records=10 block_steps=20 overlap_steps=20 scan_steps=20 text_steps=10 text_width=4 addition_width=8 "
+    "addition_batch=4 addition_steps=10",
+}
+SMALL |= RELATED
 TEXT = "corpus=text.txt tokeniser=bytes width=4 hidden=4 length=4 batch=4 columns=2 steps=6 every=3 glance=20"
 SMALL |= {
     "entropy-text": f"{TEXT} depths=1",

@@ -26,13 +26,30 @@ from joma.studies.symmetry import position_emergence
 from joma.study import Outcome, Study, execute
 from joma.train.checkpoint import CheckpointStore
 from studies.hierarchy import test_config_fields as hierarchy
+from studies.related import (
+    test_entropy_floor,
+    test_even_pairs,
+    test_icl_autoregression,
+    test_icl_regression,
+    test_induction_phases,
+    test_markov_unigram,
+    test_max_margin,
+    test_panorama,
+    test_polarise,
+)
 from studies.symmetry import test_config_fields as symmetry
 from studies.text import test_config_fields as text
 from studies.theorems import test_config_fields as theorems
 
 THEOREMS = ("invariance", "value-invariant", "winner", "sparse-dense", "ladder")
 HIERARCHY = ("alignment", "scan-snap", "hierarchy-order")
-STUDIES = (*THEOREMS, *HIERARCHY, *text.STUDIES, "addition", "position-emergence")  # those that train by `Context.fit`
+RELATED = {
+    "polarise": test_polarise, "icl-regression": test_icl_regression, "max-margin": test_max_margin,
+    "entropy-floor": test_entropy_floor, "even-pairs": test_even_pairs, "markov-unigram": test_markov_unigram,
+    "icl-autoregression": test_icl_autoregression, "induction-phases": test_induction_phases, "panorama": test_panorama,
+}  # fmt: skip
+# Those that train by `Context.fit`.
+STUDIES = (*THEOREMS, *HIERARCHY, *text.STUDIES, "addition", "position-emergence", *RELATED)
 
 
 def config_and_changes(name: str) -> tuple[Any, Mapping[str, Any]]:
@@ -40,6 +57,9 @@ def config_and_changes(name: str) -> tuple[Any, Mapping[str, Any]]:
     first, second = text.texts()
     if name in THEOREMS:
         return theorems.CONFIGS[name], theorems.CHANGES[name]
+    if name in RELATED:
+        fields = RELATED[name].FIELDS
+        return fields.config, {**fields.changes, **({"corpus": second} if hasattr(fields.config, "corpus") else {})}
     if name in HIERARCHY:
         return hierarchy.CONFIGS[name], hierarchy.CHANGES[name]
     if name in text.STUDIES:

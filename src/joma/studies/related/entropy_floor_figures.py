@@ -48,7 +48,7 @@ def _draw_model_rows(panel: Axes, run: xr.Dataset) -> None:
     keys = run.row_keys.values
     shown = keys >= keys.max() // 2
     largest = float(run.row_norm.sel(rate=run.rate.max()).isel(row_step=-1).max())
-    norms = np.linspace(0, largest, 300)
+    norms = np.linspace(0, largest if np.isfinite(largest) else 50.0, 300)  # all rows are NaN if every seed diverged
     for index, count in enumerate((int(keys[shown].min()), int(keys.max()))):
         theory(panel, norms, row_floor(norms, count) / np.log(count), index, f"floor, T = {count}")
     for index, arm in enumerate(run.arm.values, start=2):

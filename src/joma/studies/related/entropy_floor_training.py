@@ -28,6 +28,7 @@ from joma.probes.floor import entropy_floor, logit_norms
 from joma.studies.common_axes import NAMES, attention_axes
 from joma.studies.text.language_training import LanguageSetting, TextColumns, Variant, decoder_config
 from joma.study import Arms, Context, LabelledTraining
+from joma.tensors import of_finite
 from joma.train import Optimiser, Record
 
 ARMS = ("plain", "σReparam")
@@ -161,13 +162,17 @@ def _weight_norms(layer: Layer, heads: int, scale: Tensor | None) -> Float[Tenso
         weight.double().unflatten(-1, (heads, -1)).transpose(1, 2)
         for weight in (attention.query.weight, attention.key.weight)
     )
-    norms = torch.linalg.matrix_norm(query @ key.mT, ord=2)
+    norms = of_finite(_spectral_norm, query @ key.mT)
     return norms if scale is None else norms * scale[:, None].double().abs()
+
+
+def _spectral_norm(matrices: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(matrices, ord=2)
 
 
 def _norm_bounds(weights: Float[Tensor, "seed head"], x: Tensor, heads: int) -> Tensor:
     """Return ‖W_Q W_Kᵀ‖₂ ‖x_i‖ ‖X‖₂/√d, which no row's norm of logits exceeds, [seed, sample, head, position]."""
-    whole_norm = torch.linalg.matrix_norm(x, ord=2)[:, :, None, None]
+    whole_norm = of_finite(_spectral_norm, x)[:, :, None, None]
     row_norms = torch.linalg.vector_norm(x, dim=-1)[:, :, None]
     return weights[:, None, :, None] * row_norms * whole_norm / (x.shape[-1] // heads) ** 0.5
 

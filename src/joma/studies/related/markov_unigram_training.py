@@ -28,6 +28,7 @@ from joma.studies.related.markov_unigram_model import (
     unigram_hessian,
 )
 from joma.study import Arms, Context
+from joma.tensors import of_finite
 from joma.theory import markov
 from joma.train import Optimiser, Record
 
@@ -347,7 +348,7 @@ class Task:
         after = [_mean_where(surprisal, self.probe == symbol) for symbol in (0, 1)]
         hessian = unigram_hessian(model, self.p, self.q, positions=HESSIAN_POSITIONS)
         unit = 2 * share * (1 - share) * (1 - self.p - self.q).abs()
-        curvature = torch.linalg.eigvalsh(hessian)[:, 0] / unit
+        curvature = of_finite(lambda matrix: torch.linalg.eigvalsh(matrix)[..., 0], hessian) / unit
         attention = model.attention(self.probe[:, :AXES_SAMPLES]).transpose(0, 1)
         weight = model.W_O[:, 0].expand(len(attention), -1, -1, -1)
         axes = attention_axes(attention, weight, model.causal.expand_as(attention))
