@@ -73,7 +73,7 @@ def joint_seconds(config: Config, device: str, steps: int, seeds: int, *, classe
     context = Context(tuple(range(seeds)), device)
 
     def train(count: int) -> None:
-        train_cells(replace(config, steps=count, records=2), context, "trained", classes, children)
+        train_cells(replace(config, steps=count, records=2), context, "trained", [(classes, children)])
 
     return seconds_per_step(train, steps) / (seeds * len(config.latents))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from joma.train.interrupt import interruptible
 from joma.train.optimiser import Updater
@@ -51,6 +52,58 @@ def joined(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
     finally:
         outer_stream.wait_stream(stream)
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event after what the device's current stream has queued; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@contextmanager
+def stream_after(event: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
+    """Compute on a stream that waits for the event alone, for the duration of the block; without one change nothing.
+
+    To copy a tensor to the CPU, Python waits for the current stream; on that of a training it would wait for all the
+    steps that are queued.
+    """
+    if event is None:
+        yield
+        return
+    stream = _copying_stream(device)
+    stream.wait_event(event)
+    with torch.cuda.stream(stream):
+        yield
+
+
+@cache
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class LateNumber:
+    """A number of the device for display, read without waiting for it: it comes one reading late on CUDA."""
+
+    def __init__(self) -> None:
+        self.copy: Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
+
+    def exchange(self, number: Tensor) -> float | None:
+        """Return the number given before, or None if it is not there yet; on the CPU this number itself.
+
+        >>> LateNumber().exchange(torch.tensor(2.5))
+        2.5
+        """
+        if not number.is_cuda:
+            return float(number)
+        if self.arrived is not None and not self.arrived.query():
+            return None
+        last = None if self.copy is None else float(self.copy)
+        self.copy, self.arrived = number.detach().to("cpu", non_blocking=True), mark(number.device)
+        return last
 
 
 class Throttle:

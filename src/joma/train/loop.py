@@ -7,7 +7,7 @@ On CUDA a step is compiled and captured once and then replayed without Python. O
 With a folder for checkpoints a run that was killed resumes, and on the CPU ends with the same bits as one never killed.
 
 Several trainings may share one GPU, most of which is idle while small kernels run. Each has its own CUDA stream, and
-they make one step each in turn.
+they make one step each in turn. The stream of the training with the longest chain of kernels is the most urgent.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from joma.train.state import Loss, Model, Training
 
 OpenTask = Callable[..., AbstractContextManager[Task]]
 NO_PROGRESS: OpenTask = partial(SILENT.task, "training")
+
+PRIORITIES = 4  # levels of PyTorch's streams, from 0 down to −3
 
 # What a user who pressed Ctrl-C is waiting for.
 STEP, SAVED_STEP, SAVE = "step {} to end", "step {} to end and be saved", "the checkpoint of step {} to be saved"
@@ -143,6 +145,7 @@ def fit_together(jobs: Sequence[Job[Any]]) -> list[xr.Dataset]:
             run.resume(locks)
         unfinished = [run for run in runs if not run.finished]
         if all(_interleaves(run.training.device) for run in unfinished):
+            _set_priorities(unfinished)
             _train(unfinished)
         else:
             for run in unfinished:
@@ -153,6 +156,20 @@ def fit_together(jobs: Sequence[Job[Any]]) -> list[xr.Dataset]:
 def _interleaves(device: torch.device) -> bool:
     """Return whether trainings on this device take turns, because its queue runs them side by side."""
     return device.type == "cuda"
+
+
+def _set_priorities(runs: Sequence[_Run]) -> None:
+    """Give the trainings with the longest chains of kernels the most urgent streams.
+
+    A step lasts as long as its kernels take one after the other. If each of many small ones waits for the blocks of
+    another training's large kernels, the deepest model holds up all others. The number of parameter tensors stands for
+    the length of the chain; of two equal ones, the model with fewer elements has the smaller kernels.
+    """
+    models = [run.training.model for run in runs]
+    sizes = [[parameter.numel() for parameter in model.parameters()] for model in models]
+    urgency = sorted(range(len(runs)), key=lambda number: (-len(sizes[number]), sum(sizes[number])))
+    for rank, number in enumerate(urgency):
+        runs[number].training.set_priority(min(0, rank + 1 - PRIORITIES))
 
 
 def _check_separate(runs: Sequence[_Run]) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,6 +25,20 @@ Loss = Callable[[Model, Tensor], Tensor]
 
 NEVER = -1  # the step of divergence of a seed that stayed finite
 REFRESH_SECONDS = 0.5  # between two readings of the loss for the progress bar
+
+
+class _OnDevice(NamedTuple):
+    """What was recorded at one step and is still on the device.
+
+    Attributes:
+        values: by name.
+        diverged: for each seed the step at which it diverged.
+        computed: the event after which the device has computed them; None on the CPU.
+    """
+
+    values: Mapping[str, Tensor]
+    diverged: Int[Tensor, " seed"]
+    computed: torch.cuda.Event | None
 
 
 class Training(Generic[Model]):
@@ -46,13 +60,18 @@ class Training(Generic[Model]):
         self.diverged: Int[Tensor, " seed"] = torch.full((self.seeds,), NEVER, dtype=torch.long, device=device)
         self.losses = self.replayed_losses = torch.zeros(self.seeds, device=device)
         self._recorded: dict[str, list[Tensor]] = {}
-        self._on_device: list[tuple[Mapping[str, Tensor], Int[Tensor, " seed"]]] = []  # not yet copied to the CPU
+        self._on_device: list[_OnDevice] = []  # what was recorded and is not yet copied to the CPU
         self.recorded_at: list[int] = []
         self.device, self.on_cuda = device, device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.on_cuda else None
         self.graph: CapturedStep | None = None
-        self.throttle = cuda.Throttle()
+        self.throttle, self.late_loss = cuda.Throttle(), cuda.LateNumber()
         self.loss_shown_at = time.monotonic()
+
+    def set_priority(self, priority: int) -> None:
+        """Take a CUDA stream of this priority, 0 or lower, the lower the more urgent; before a step is captured."""
+        if self.stream is not None:
+            self.stream = torch.cuda.Stream(self.device, priority=priority)
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Compute on this training's stream for the duration of the block; on the CPU nothing changes."""
@@ -98,13 +117,14 @@ class Training(Generic[Model]):
         if record:
             self._fetch()  # those of the last recorded step, which the device has passed long ago
             values = self._checked({"loss": self.losses.clone(), **measures})
-            self._on_device.append((values, self.diverged.clone()))
+            self._on_device.append(_OnDevice(values, self.diverged.clone(), cuda.mark(self.device)))
 
     def _fetch(self) -> None:
-        """Append to the record what is still on the device; this waits for the device to have computed it."""
-        for values, diverged_at in self._on_device:
-            diverged = diverged_at != NEVER
-            self._append(values, diverged if bool(diverged.any()) else None)
+        """Append to the record what is still on the device; this waits for the device to have computed it, no more."""
+        for values, diverged_at, computed in self._on_device:
+            with cuda.stream_after(computed, self.device):
+                diverged = diverged_at != NEVER
+                self._append(values, diverged if bool(diverged.any()) else None)
         self._on_device.clear()
 
     def _backward(self) -> None:
@@ -230,11 +250,13 @@ class Training(Generic[Model]):
         return [name for name, agrees in same.items() if not agrees]
 
     def report(self, task: Task) -> None:
-        """Advance the progress bar by one step and, twice a second, show the loss."""
+        """Advance the progress bar by one step and, twice a second, show the loss (on CUDA a recent one)."""
         task.advance()
         if time.monotonic() - self.loss_shown_at > REFRESH_SECONDS:
             self.loss_shown_at = time.monotonic()
-            task.say(f"loss {float(self.losses.nanmean()):.4g}")
+            loss = self.late_loss.exchange(self.losses.nanmean())
+            if loss is not None:
+                task.say(f"loss {loss:.4g}")
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

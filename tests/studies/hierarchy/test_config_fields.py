@@ -43,14 +43,14 @@ CHANGES = {
 def observe(study, **changes):
     """Return the trajectory of one seed, and what it shows on CUDA only: how each training computes."""
     computes = []
-    fit = Context.fit
+    fit_together = Context.fit_together
 
-    def watched_fit(context, *args, **options):
-        computes.append(options.get("compute"))
-        return fit(context, *args, **options)
+    def watched_fit(context, trainings):
+        computes.extend(training.compute for training in trainings)
+        return fit_together(context, trainings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Context, "fit", watched_fit)
+        patch.setattr(Context, "fit_together", watched_fit)
         two_arms = {name: scan_snap.ARMS[name] for name in (scan_snap.PREMISES, "faster")}
         patch.setattr(scan_snap, "ARMS", two_arms)  # the others differ in the ratio of rates alone
         return MODULES[study].run(replace(CONFIGS[study], **changes), Context((0,))), computes

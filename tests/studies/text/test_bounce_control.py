@@ -168,7 +168,10 @@ def test_each_arm_is_frozen_at_its_own_minima(monkeypatch):
     curves = np.array([[[4.0, 4], [3, 1], [1, 2], [2, 2], [2, 2]], [[4.0, 4], [3, 3], [3, 1], [1, 2], [2, 2]]])
     frozen_at = {}
 
-    def train_arm(_config, _context, _text, arm, *, depth, freezing):
+    def train_arms(_config, _context, _text, freezings):
+        return {key: train_arm(*key, freezing) for key, freezing in freezings.items()}
+
+    def train_arm(arm, depth, freezing):
         factors = [[schedule(torch.tensor(step)) for step in range(13)] for schedule in freezing.schedules.values()]
         frozen = torch.stack([torch.stack(layer).sum(0) for layer in factors], dim=-1)  # the steps with factor 1
         others = (freezing.attention_steps, freezing.entropy_steps)
@@ -177,7 +180,7 @@ def test_each_arm_is_frozen_at_its_own_minima(monkeypatch):
         dims, steps = ("seed", "step", "layer", "head"), [0, 3, 6, 9, 12]
         return xr.Dataset({"entropy": (dims, curves[..., None])}, {"step": steps, "seed": [0, 1]})
 
-    monkeypatch.setattr(bounce_control, "_train_arm", train_arm)
+    monkeypatch.setattr(bounce_control, "_train_arms", train_arms)
     trajectory = run(replace(SMALL, depths=(2,)), CONTEXT)
     never = [[12, 12], [12, 12]]
     assert frozen_at == {

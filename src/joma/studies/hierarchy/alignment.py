@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -26,6 +27,7 @@ from joma.study import (
     Context,
     Drawing,
     Highlight,
+    LabelledTraining,
     NotInRun,
     Preset,
     Study,
@@ -83,20 +85,23 @@ class Config:
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Train each cell with all seeds at once, and its controls if `controls` has its number of classes."""
-    trainings = [
-        (arm, classes, children)
-        for arm, classes, children in product(ARMS, config.classes, config.children)
-        if arm == "trained" or classes in config.controls
-    ]
+    """Train all cells with all seeds at once, then the controls of those whose number of classes `controls` has."""
     _check(config)
-    for _, classes, children in trainings:
+    pairs = {
+        arm: [
+            (classes, children)
+            for classes, children in product(config.classes, config.children)
+            if arm == "trained" or classes in config.controls
+        ]
+        for arm in ARMS
+    }
+    for classes, children in pairs["trained"]:
         draw_trees(config, context, classes, children)  # bad input is refused before any training
-    with context.progress.task("alignment", total=len(trainings)) as task:
+    with context.progress.task("alignment", total=sum(map(len, pairs.values()))) as task:
         trajectories = []
-        for arm, classes, children in trainings:
-            trajectories.append(train_cells(config, context, arm, classes, children))
-            task.advance()
+        for arm, cells in pairs.items():
+            trajectories.extend(train_cells(config, context, arm, cells))
+            task.advance(len(cells))
     trained = xr.combine_by_coords(trajectories, join="outer", combine_attrs="drop", data_vars="all")
     assert isinstance(trained, xr.Dataset)
     chance = _chance_alignment(config, context)
@@ -155,8 +160,19 @@ def decoder_config(config: Config, arm: str, classes: int) -> DecoderConfig:
     )
 
 
-def train_cells(config: Config, context: Context, arm: str, classes: int, children: int) -> xr.Dataset:
-    """Train all (N0, N1) and seeds of one (classes, children) as one model, and record its alignment on the way."""
+def train_cells(config: Config, context: Context, arm: str, pairs: Sequence[tuple[int, int]]) -> list[xr.Dataset]:
+    """Train the cells of each (classes, children), and record their alignment on the way; on CUDA side by side."""
+    trainings = [_training(config, context, arm, classes, children) for classes, children in pairs]
+    trajectories = []
+    for trajectory, pair in zip(context.fit_together(trainings), pairs, strict=True):
+        caps = torch.stack([tree.accuracy_cap for tree in draw_trees(config, context, *pair)])
+        measures = trajectory[["loss", "accuracy", "alignment", "diverged"]].expand_dims(arm=[arm])
+        trajectories.append(measures.assign(accuracy_cap=(("cell", "seed"), caps.numpy())))
+    return trajectories
+
+
+def _training(config: Config, context: Context, arm: str, classes: int, children: int) -> LabelledTraining:
+    """Return the training of all (N0, N1) and seeds of one (classes, children), as one model."""
     trees, steps = draw_trees(config, context, classes, children), whole("steps", config.steps)
     cells = Arms("cell", [cell(classes, children, latents) for latents in config.latents])
     data = merge_pads(trees)
@@ -171,7 +187,7 @@ def train_cells(config: Config, context: Context, arm: str, classes: int, childr
         surprisal = model.surprisal(sequence, label, last=1, multiplicity=multiplicity)[:, :, 0]
         return (share.index_select(0, step.view(1))[0] * surprisal).sum(dim=-1)
 
-    trajectory = context.fit(
+    return LabelledTraining(
         model,
         loss,
         optimiser=Optimiser("adam", config.rate, weight_decay=config.weight_decay),
@@ -186,9 +202,6 @@ def train_cells(config: Config, context: Context, arm: str, classes: int, childr
         arms=cells,
         label=f"alignment, {ARM_LABELS[arm]}, {classes} classes, {children} children",
     )
-    caps = torch.stack([tree.accuracy_cap for tree in trees])
-    trajectory = trajectory[["loss", "accuracy", "alignment", "diverged"]].expand_dims(arm=[arm])
-    return trajectory.assign(accuracy_cap=(("cell", "seed"), caps.numpy()))
 
 
 def _measure(

@@ -9,6 +9,7 @@ entropy alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,7 +58,7 @@ class Config(LayeredSetting):
 
 
 def run(config: Config, context: Context) -> xr.Dataset:
-    """Train each depth freely, then again from the same start with attention frozen from its minimum on.
+    """Train all depths freely, then again from the same start with attention frozen from its minimum on.
 
     In the free run W_Q and W_K are frozen after its last step. So the schedules of every arm have the same patterns
     and sums are taken in the same order: on the CPU the arms agree in every bit until they must differ.
@@ -68,26 +69,47 @@ def run(config: Config, context: Context) -> xr.Dataset:
     for arm in distinct("arms", config.arms, least=0):
         choice("arms", arm, ARMS)
     text = language_training.read_text(config, context)
-    parts = [_train_depth(config, context, text, depth) for depth in depths]
+    never = {depth: np.full((len(context.seeds), depth), config.steps) for depth in depths}
+    untouched = {("free", depth): Freezing(freeze_schedules(never[depth], context.device)) for depth in depths}
+    trajectories = _train_arms(config, context, text, untouched)
+    frozen = {
+        (arm, depth): freezing
+        for depth in depths
+        for arm, freezing in _freezings(config.arms, trajectories["free", depth], never[depth], context).items()
+    }
+    trajectories |= _train_arms(config, context, text, frozen)
+    parts = [_join_arms({arm: trajectories[arm, depth] for arm in ("free", *config.arms)}) for depth in depths]
     return xr.concat(parts, xr.Variable("depth", depths), join="outer").transpose("seed", "depth", ...)
 
 
-def _train_depth(config: Config, context: Context, text: TextColumns, depth: int) -> xr.Dataset:
-    """Train all arms of one depth, with the steps `hold` [seed, layer] and `turn` [seed] from which they are frozen."""
-    never = np.full((len(context.seeds), depth), config.steps)
-    untouched = Freezing(freeze_schedules(never, context.device))
-    free = _train_arm(config, context, text, "free", depth=depth, freezing=untouched)
-    hold = minimum_steps(free.entropy)
-    turn = minimum_steps(free.entropy.mean("layer").expand_dims(layer=1))[:, 0]
+def _freezings(
+    arms: Sequence[str], free: xr.Dataset, never: Int[np.ndarray, "seed layer"], context: Context
+) -> dict[str, Freezing]:
+    """Return what each arm of one depth freezes, from the minima of entropy in the free run."""
+    hold, turn = _minima(free)
     schedules = {"held": hold, "frozen": 0 * never}
-    arms = {"free": free}
-    for arm in config.arms:
-        attention_steps, entropy_steps = turn if arm == "steady" else None, hold if arm == "clamped" else None
-        freezing = Freezing(freeze_schedules(schedules.get(arm, never), context.device), attention_steps, entropy_steps)
-        arms[arm] = _train_arm(config, context, text, arm, depth=depth, freezing=freezing)
+    return {
+        arm: Freezing(
+            freeze_schedules(schedules.get(arm, never), context.device),
+            attention_steps=turn if arm == "steady" else None,
+            entropy_steps=hold if arm == "clamped" else None,
+        )
+        for arm in arms
+    }
+
+
+def _minima(free: xr.Dataset) -> tuple[Int[np.ndarray, "seed layer"], Int[np.ndarray, " seed"]]:
+    """Return the steps of the least entropy of each layer, and of the mean over layers."""
+    turn = minimum_steps(free.entropy.mean("layer").expand_dims(layer=1))[:, 0]
+    return minimum_steps(free.entropy), turn
+
+
+def _join_arms(arms: Mapping[str, xr.Dataset]) -> xr.Dataset:
+    """Join the arms of one depth, with the steps `hold` [seed, layer] and `turn` [seed] from which they are frozen."""
+    hold, turn = _minima(arms["free"])
     joined = xr.concat(list(arms.values()), xr.Variable("arm", list(arms)))
     joined = joined.assign(hold=(("seed", "layer"), hold), turn=(("seed",), turn))
-    return joined.assign_coords(layer=range(depth))
+    return joined.assign_coords(layer=range(joined.sizes["layer"]))
 
 
 def minimum_steps(entropy: xr.DataArray) -> Int[np.ndarray, "seed layer"]:
@@ -112,20 +134,20 @@ def is_before(freeze_steps: Int[Tensor, " model"], step: Tensor) -> Tensor:
     return (step < freeze_steps).double()
 
 
-def _train_arm(
-    config: Config, context: Context, text: TextColumns, arm: str, *, depth: int, freezing: Freezing
-) -> xr.Dataset:
-    """Train one arm of one depth."""
-    trajectory = language_training.train(
+def _train_arms(
+    config: Config, context: Context, text: TextColumns, freezings: Mapping[tuple[str, int], Freezing]
+) -> dict[tuple[str, int], xr.Dataset]:
+    """Train arms, given by name and depth with what they freeze; on CUDA side by side."""
+    labels = {(arm, depth): f"bounce, {depth} layers, {arm}" for arm, depth in freezings}
+    trajectories = language_training.train_variants(
         config,
         context,
         text,
-        Variant(depth, config.activation, config.alike),
+        {label: Variant(depth, config.activation, config.alike) for (_, depth), label in labels.items()},
         rate=config.rate,
-        label=f"bounce, {depth} layers, {arm}",
-        freezing=freezing,
+        freezings={labels[key]: freezing for key, freezing in freezings.items()},
     )
-    return trajectory[[*STORED]]
+    return {key: trajectory[[*STORED]] for key, trajectory in zip(freezings, trajectories, strict=True)}
 
 
 def loss_gap(run: xr.Dataset, depth: int, arm: str = "held") -> xr.DataArray:

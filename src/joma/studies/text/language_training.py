@@ -36,7 +36,7 @@ from joma.train.optimiser import Schedule
 
 PROBE_SHARE = 0.04  # of the training time, spent on probes if `every` is None
 FORWARD_SHARE = 1 / 2  # of the time of a training step, taken by its forward pass, at most, on the CPU
-CUDA_PASS_TOKENS = 1 << 15  # validation tokens of one seed in a pass on CUDA; on the CPU a pass is a training batch
+CUDA_PASS_TOKENS = 1 << 14  # validation tokens of one seed in a pass on CUDA; on the CPU a pass is a training batch
 AUTHORS_WINDOW = 100  # the window of the first validation column whose attention the authors' code saves
 QUICK_RATE = 3e-3  # learning rate of quick presets, at which attention changes within their few steps
 DIMS = {"entropy": ("layer", "head"), "window_entropy": ("layer", "head"), "stable_rank": ("layer",)}
@@ -308,12 +308,24 @@ def train(
 
 
 def train_variants(
-    setting: LanguageSetting, context: Context, text: TextColumns, variants: Mapping[str, Variant], *, rate: float
+    setting: LanguageSetting,
+    context: Context,
+    text: TextColumns,
+    variants: Mapping[str, Variant],
+    *,
+    rate: float,
+    freezings: Mapping[str, Freezing] | None = None,
 ) -> list[xr.Dataset]:
-    """Train several models, given by label, and return their trajectories, as `train` does; on CUDA side by side."""
-    changes = {"freezing": Freezing(), "further": None}
+    """Train several models, given by label, and return their trajectories, as `train` does; on CUDA side by side.
+
+    Args:
+        setting, context, text, rate: as for `train`.
+        variants: the models, by label.
+        freezings: what is frozen in each, by label; nothing if None.
+    """
+    freezings = dict.fromkeys(variants, Freezing()) if freezings is None else freezings
     trainings = [
-        _training(setting, context, text, variant, rate=rate, label=label, **changes)
+        _training(setting, context, text, variant, rate=rate, label=label, freezing=freezings[label], further=None)
         for label, variant in variants.items()
     ]
     pairs = zip(context.fit_together(trainings), variants.values(), strict=True)
@@ -402,7 +414,8 @@ def validate(model: Decoder, text: TextColumns) -> dict[str, Tensor]:
         loss = loss + model.surprisal(tokens, targets, watched=watched).double().sum(dim=(1, 2))
         predicted += targets.numel()
         if tokens.shape[1] == text.length:
-            by_layer = [shannon_entropy(attention).double().mean(dim=3) for attention in watched["attention"]]
+            softmaxes = watched["attention"]  # a check of their sums would wait for the device
+            by_layer = [shannon_entropy(weights, check=False).double().mean(dim=3) for weights in softmaxes]
             entropy = torch.stack(by_layer, dim=2)  # [seed, window, layer, head]
             in_first_column = (text.valid.shape[1] - 1) // text.length > AUTHORS_WINDOW
             if windows <= AUTHORS_WINDOW < windows + len(tokens) and in_first_column:
