@@ -125,6 +125,8 @@ def _norms(
         raise InputError("weight", expected, f"{w.dtype} of shape {tuple(w.shape)}", remedy)
     w = w if w.dtype == torch.float64 else w.float()
     w = w if w.shape[-2] <= w.shape[-1] else w.mT
+    if w.dtype == torch.float32 and w.shape[-2] <= _MAX_SQUARED:
+        return _small_norms(w.double())
     w, unit = _rescaled(w)
     frobenius = _frobenius(w)
     size = torch.where(frobenius > 0, frobenius, 1.0)[..., None, None].to(w.dtype)  # so that zeros stay zeros
@@ -139,14 +141,24 @@ def _norms(
     return frobenius * unit, Bounds(lower * unit, torch.maximum(torch.minimum(upper, frobenius), lower) * unit)
 
 
+def _small_norms(w: Float[Tensor, "*batch row column"]) -> tuple[Float[Tensor, "*batch"], Bounds]:
+    """Return both norms of small float32 matrices, given in float64, from their Gram matrices.
+
+    No square of a float32 number leaves the range of float64, so nothing is rescaled; neither autocast nor TF32 applies
+    to float64. That leaves few operations: a probe of a small model would notice each.
+    """
+    gram = w @ w.mT
+    frobenius = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1).sqrt()
+    lower, upper = (bound.sqrt() for bound in _largest_eigenvalue(gram))
+    return frobenius, Bounds(lower, torch.maximum(torch.minimum(upper, frobenius), lower))
+
+
 def _rescaled(w: Float[Tensor, "*batch row column"]) -> tuple[Tensor, Float[Tensor, "*batch"]]:
     """Return matrices whose squares fit into their dtype, and the power of two by which each was divided, exactly.
 
     On the CPU they are rescaled only where necessary; on a GPU this decision would have to wait for the device, and a
-    copy costs little. A small float32 matrix becomes float64 there, in which it is squared: its squares fit anyway.
+    copy costs little.
     """
-    if w.is_cuda and w.dtype == torch.float32 and w.shape[-2] <= _MAX_SQUARED:
-        return w.double(), torch.ones(w.shape[:-2], dtype=torch.float64, device=w.device)
     peak = torch.maximum(w.amax(dim=(-2, -1)), -w.amin(dim=(-2, -1)))
     low, high = _SAFE_RANGE
     if w.device.type == "cpu" and bool(((peak > low) & (peak < high) | (peak == 0)).all()):
