@@ -22,11 +22,9 @@ DPI = 100
 HEAD = """# Runs at the papers' sizes
 
 Trajectories, configs and claims of the studies, to be opened, judged and drawn without a GPU. Each was made by the
-command that stands with it, on the commit that it names. This page is generated from them: `make runs-page`. The runs
-of `entropy-text` and `learning-rates` are earlier ones: the name of the folder of their text and some of their commits
-were filled in by hand. The run of `bounce-cause` is one on the embedded text: that on WikiText-2 is still to be made,
-an estimated 16 minutes on an NVIDIA H200. The six runs of commit c1813c9df221 were made side by side on one GPU, so
-that most took longer than they do alone.
+command that stands with it, on the commit that it names. This page is generated from them: `make runs-page`. The run
+of `learning-rates` is an earlier one: the name of the folder of its text and its commit were filled in by hand. The six
+runs of commit c1813c9df221 were made side by side on one GPU, so that most took longer than they do alone.
 
 So that all fit into 20 MB, `python docs/store_runs.py RUN…` compresses their trajectories and rounds large variables to
 float32's 23 binary digits, or to as many as leave every verdict, every sentence of what came out and every measured

@@ -276,11 +276,9 @@ STUDY = Study(
             seeds=3,
             seconds=55.0,
         ),
-        # Meant for a GPU, on which it has not been run. 75 models (25 arms of 3 seeds) make 30,000 steps each. At the
-        # 0.39 ms for a step of one model that `activation-control` takes on an H200, with more probes and dropout
-        # everywhere, that is 880 s; deeper arms and attention alone add about 80 s. The head over 28,782 types
-        # dominates, 24 of a step's 26 GFLOP, and Adam moves 0.3 GB; 33 of the models share one batch, which should be
-        # faster. The seconds on 2 cores are estimated from `activation-control`, too.
+        # Meant for a GPU: 1,147 s on an H200. 75 models (25 arms of 3 seeds) make 30,000 steps each, 0.5 ms for a step
+        # of one model. The head over 28,782 types dominates, 24 of a step's 26 GFLOP, and Adam moves 0.3 GB. The
+        # seconds on 2 cores are estimated from `activation-control`.
         "paper": Preset(
             Config(**language_training.paper_fields(steps=30_000, every=500, glance=7_000)), seeds=3, seconds=1_280_000
         ),
