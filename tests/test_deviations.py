@@ -141,7 +141,7 @@ def said_of_bounce_cause():
     yield f"a nonlinear one adds a little: {stored.interval('nonlinear-more')} nats"
     yield f"With the MLP frozen at its start entropy recovers by {recovery['mlp']} nats"
     yield f"start entropy recovers by {listed(run.recovery.sel(arm='value-path').values)} nats in the three seeds"
-    assert float((run.recovery.sel(arm="value-path").mean() / run.recovery.sel(arm="free").mean())) < 1 / 3
+    assert float(run.recovery.sel(arm="value-path").mean()) < float(run.recovery.sel(arm="free").mean()) / 3
     yield f"less than half remains is not decided (interval {stored.interval('less-value-path')})"
     yield f"alone suffices: {recovery['value']} nats with W_V frozen, {recovery['projection']} with W_O frozen"
     noise = float(run.chance.sel(arm="value-path-embedding").mean())
@@ -158,8 +158,8 @@ def said_of_bounce_cause():
     least, last = entropy.min("step").mean(), entropy.isel(step=-1).mean()
     yield f"had come from {float(least):.2f} to {float(last):.2f}"
     assert stored.measured["memorises"]["max"] < 0.001
-    share = 100 * stored.measured["memorised"]["mean"]
-    yield f"it returns by {share:.0f} % of the start, with an interval of {stored.interval('memorised')} over three seeds"
+    yield f"it returns by {100 * stored.measured['memorised']['mean']:.0f} % of the start"
+    yield f"with an interval of {stored.interval('memorised')} over three seeds"
 
 
 def said_of_ladder():
