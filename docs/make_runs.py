@@ -7,11 +7,13 @@ import json
 import shlex
 import textwrap
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from joma.report.html import new_source
 from joma.report.table import spread
-from joma.runs import find_runs, open_run, read_claims, read_config
+from joma.runs import Description, find_runs, open_run, read_claims, read_config
 from joma.studies import STUDIES, load
 from joma.study import Study
 from joma.verdicts import KINDS, count_by_kind
@@ -26,10 +28,10 @@ command that stands with it, on the commit that it names. This page is generated
 of `learning-rates` is an earlier one: the name of the folder of its text and its commit were filled in by hand. The six
 runs of commit c1813c9df221 were made side by side on one GPU, so that most took longer than they do alone.
 
-So that all fit into 20 MB, `python docs/store_runs.py RUN…` compresses their trajectories and rounds large variables to
-float32's 23 binary digits, or to as many as leave every verdict, every sentence of what came out and every measured
-value the same to the digits that are printed. The attribute `rounded_to_bits` of a trajectory says which variables are
-rounded. `joma run` itself rounds nothing.
+So that all fit into 15 MB, `python docs/store_runs.py RUN…` compresses their trajectories and rounds large variables to
+14 binary digits (an error below 1e-4), or to as many as leave every verdict, every sentence of what came out and every
+measured value the same to the digits that are printed. The attribute `rounded_to_bits` of a trajectory says which
+variables are rounded. `joma run` itself rounds nothing.
 
     joma judge docs/runs             # every claim, and figures beside each run
     joma report docs/runs            # one HTML file
@@ -97,7 +99,7 @@ def section(path: Path, pictures: str = PICTURES.name) -> Iterator[str]:
     seeds, commit = len(read_config(path)["seeds"]), run.attrs["git_commit"][:12]
     yield f"## {study.name}: {stored.description.title}"
     yield f"    {command(path)}"
-    yield paragraph(f"{study.statement} ({study.source})")
+    yield paragraph(cited(study.description("paper", "")))
     yield paragraph(f"**What came out.** {stored.description.outcome}")
     caption = next(iter(study.figures.values())).caption
     yield f"![{alt_text(study)}]({pictures}/{study.name}.png)"
@@ -105,6 +107,12 @@ def section(path: Path, pictures: str = PICTURES.name) -> Iterator[str]:
     plural = "s" * (seeds > 1)
     yield paragraph(f"{seeds} seed{plural}, {_cost(path)}; commit {commit}; stored in `{relative(path)}`.")
     yield "\n".join(claims_table(stored.claims))
+
+
+def cited(about: Description) -> str:
+    """Return what is claimed, with its source unless the statement itself cites every paper of it."""
+    source = new_source(about)
+    return f"{about.statement} ({source})" if source else about.statement
 
 
 def relative(path: Path) -> str:
@@ -218,13 +226,17 @@ def in_order() -> list[Path]:
 
 
 def draw(path: Path) -> None:
-    """Write the picture of a run: the first figure of its study."""
+    """Write the picture of a run: the first figure of its study, in 256 colours, which takes a third of the bytes."""
+    from PIL import Image
+
     from joma.drawing import style
 
-    study = load(path.parent.name)
+    study, drawn = load(path.parent.name), BytesIO()
     with style():
-        figure = next(iter(study.figures.values())).draw(open_run(path))
-        figure.savefig(PICTURES / f"{study.name}.png", dpi=DPI, metadata={"Software": None})
+        next(iter(study.figures.values())).draw(open_run(path)).savefig(drawn, dpi=DPI)
+    with Image.open(drawn) as picture:
+        colours = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        colours.save(PICTURES / f"{study.name}.png", optimize=True)
 
 
 def main() -> None:

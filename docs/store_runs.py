@@ -1,7 +1,7 @@
 """Copy finished runs into `docs/runs/` with small trajectories: `python docs/store_runs.py runs/<study>/<hash> …`.
 
-A trajectory is compressed without loss after its large variables are rounded, to float32's precision or as much more as
-it takes to change nothing that is printed: by the present claims all verdicts, the sentence of what came out, and every
+A trajectory is compressed without loss after its large variables are rounded, to 14 binary digits or as many more as it
+takes to change nothing that is printed: by the present claims all verdicts, the sentence of what came out, and every
 measured value to its printed digits are the same. netCDF's shuffle then makes the bits that are zero cost nothing.
 """
 
@@ -27,8 +27,9 @@ from joma.study import Study, judge
 
 FOLDER = Path(__file__).with_name("runs")
 ROUNDED = "rounded_to_bits"  # the attribute that says which variables are rounded
-MANTISSA = 52  # binary digits of a float64 after the leading one
-BITS = (23, 28, 34, 40, 46)  # to how many of them a variable may be rounded; 23 is float32's number
+LAYOUTS = {np.dtype(np.float64): (np.uint64, 52), np.dtype(np.float32): (np.uint32, 23)}
+"""Of each type, the integers of its size and its number of binary digits after the leading one."""
+BITS = range(14, 48, 2)  # to how many digits a variable may be rounded; 14 leave an error below 1e-4
 LARGE = 1 << 14  # bytes; smaller variables are stored as they are
 
 
@@ -48,45 +49,49 @@ def _digits(record: dict[str, Any]) -> Iterable[str]:
 def smaller(study: Study, run: xr.Dataset, preset: str) -> xr.Dataset:
     """Return a run whose large variables have as few significant bits as leave everything that is printed as it is."""
     expected = printed(study, run, preset)
-    large = [name for name in run.data_vars if run[name].dtype == np.float64 and run[name].nbytes >= LARGE]
+    large = [name for name in run.data_vars if run[name].dtype in LAYOUTS and run[name].nbytes >= LARGE]
     names = sorted(map(str, large), key=lambda name: -run[name].nbytes)
     fewest = _with_bits(run, dict.fromkeys(names, BITS[0]))
     if printed(study, fewest, preset) == expected:
         return fewest
     bits: dict[str, int] = {}
     for name in names:
-        attempts = ({**bits, name: count} for count in BITS)
+        _, digits = LAYOUTS[run[name].dtype]
+        attempts = ({**bits, name: count} for count in BITS if count < digits)
         same = (attempt for attempt in attempts if printed(study, _with_bits(run, attempt), preset) == expected)
         bits = next(same, bits)
     return _with_bits(run, bits)
 
 
 def _with_bits(run: xr.Dataset, bits: dict[str, int]) -> xr.Dataset:
-    """Return a run with these variables rounded; an attribute has the number of bits of each."""
+    """Return a run with these variables rounded; an attribute has the number of bits of each, earlier ones included."""
     if not bits:
         return run
     variables = {name: run[name].copy(data=rounded(run[name].values, count)) for name, count in bits.items()}
-    return run.assign(variables).assign_attrs({ROUNDED: json.dumps(bits, sort_keys=True)})
+    earlier = json.loads(run.attrs.get(ROUNDED, "{}"))
+    fewest = {name: min(count, earlier.get(name, count)) for name, count in bits.items()}
+    return run.assign(variables).assign_attrs({ROUNDED: json.dumps({**earlier, **fewest}, sort_keys=True)})
 
 
 def rounded(values: np.ndarray, bits: int) -> np.ndarray:
-    """Return numbers of float64 rounded to `bits` binary digits after the leading one; what is not finite stays.
+    """Return floating-point numbers rounded to `bits` binary digits after the leading one; what is not finite stays.
 
     >>> rounded(np.array([1 / 3, np.inf]), 3)
     array([0.34375,     inf])
     """
-    dropped = np.uint64(MANTISSA - bits)
-    half = np.uint64(1 << (MANTISSA - bits - 1))
-    integers = np.ascontiguousarray(values).view(np.uint64)
-    nearest = (((integers + half) >> dropped) << dropped).view(np.float64)
+    integer, digits = LAYOUTS[values.dtype]
+    dropped, half = integer(digits - bits), integer(1 << (digits - bits - 1))
+    integers = np.ascontiguousarray(values).view(integer)
+    nearest = (((integers + half) >> dropped) << dropped).view(values.dtype)
     return np.where(np.isfinite(values), nearest, values)
 
 
 def compressed(run: xr.Dataset) -> bytes:
-    """Return a run as the content of a netCDF-4 file whose large variables are compressed without loss."""
+    """Return a run as the content of a netCDF-4 file whose large variables are compressed without loss, each whole."""
     options = {"zlib": True, "complevel": 9, "shuffle": True}
-    large = [name for name, values in run.variables.items() if values.dtype.kind in "biuf" and values.nbytes >= LARGE]
-    return bytes(run.to_netcdf(engine="h5netcdf", encoding=dict.fromkeys(large, options)))
+    large = (name for name, values in run.variables.items() if values.dtype.kind in "biuf" and values.nbytes >= LARGE)
+    encoding = {name: {**options, "chunksizes": run[name].shape} for name in large}
+    return bytes(run.to_netcdf(engine="h5netcdf", encoding=encoding))
 
 
 def store(source: Path, folder: Path = FOLDER, study: Study | None = None) -> Path:

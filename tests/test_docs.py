@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 STORED = ROOT / "docs" / "runs"
 RUNS = sorted(claims.parent for claims in STORED.glob("*/*/claims.json"))
 EACH_RUN = pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
-MAX_BYTES = 20_000_000
+MAX_BYTES = 15_000_000
 
 
 def load_script(name):

@@ -45,7 +45,7 @@ def _page(name: str, path: Path | None) -> Iterator[str]:
     study = load(name)
     if path is None:
         yield f"# {study.title}"
-        yield make_runs.paragraph(f"{study.statement} ({study.source})")
+        yield make_runs.paragraph(make_runs.cited(study.description("paper", "")))
         yield f"No run of `{name}` is stored: {make_runs.NOT_STORED[name]}. These claims are waiting for one:"
         yield "\n".join(f"- {claim.statement} ({claim.kind})" for claim in study.claims)
     else:

@@ -14,7 +14,7 @@ KINDS: dict[Kind, str] = {
     "theorem": "proved, in a paper or in our documents, and tested under its premises",
     "figure": "a published figure or table",
     "reading": "what the authors conclude in words",
-    "control": "our own experiment on such a conclusion",
+    "control": "our own experiment on what authors conclude",
     "check": "our implementation against itself or an earlier result",
 }
 

@@ -179,6 +179,16 @@ def test_nothing_has_to_be_scrolled_sideways(opened, either_page, size, folded):
     assert page.evaluate(OVERFLOWING) == []
 
 
+def test_on_a_phone_figures_keep_their_size_and_words_stay_whole(opened, either_page):
+    page = opened(either_page, viewport=PHONE)
+    widths = page.eval_on_selector_all("figure img", "images => images.map(i => [i.clientWidth, i.naturalWidth])")
+    assert widths
+    assert all(shown >= min(natural, 500) for shown, natural in widths)
+    lines = """cells => cells.map(cell => { const range = document.createRange(); range.selectNodeContents(cell);
+      return range.getClientRects().length; })"""
+    assert page.eval_on_selector_all(".audit .verdict", lines) == [1]  # the kind of the fault is one word
+
+
 def test_the_first_screen_has_the_pictures_and_the_outcome(opened):
     page = opened()
     bottoms = page.eval_on_selector_all(
@@ -203,6 +213,15 @@ def test_a_text_that_cannot_be_seen_would_be_found(opened):
     page = opened()
     page.evaluate("document.querySelector('.lead').style.color = '#f0f0f0'")
     assert len(page.evaluate(INVISIBLE)) == 1
+
+
+def test_links_on_the_first_screen_lead_to_the_parts(opened):
+    page = opened()
+    links = page.get_by_role("navigation", name="Parts of the report").get_by_role("link")
+    assert links.all_text_contents() == ["The claims by kind", "The studies", "Probed models"]
+    for link in links.all():
+        link.click()
+        assert abs(page.evaluate("document.querySelector(':target').getBoundingClientRect().top")) < 100
 
 
 def test_print_shows_every_claim_and_no_controls(opened):
@@ -275,7 +294,7 @@ def test_parts_of_the_report_have_names(opened):
     assert page.evaluate(unlabelled) == 0
     labelled = page.eval_on_selector_all("[aria-labelledby]", "all => all.map(e => e.getAttribute('aria-labelledby'))")
     assert page.evaluate("names => names.filter(name => !document.getElementById(name))", labelled) == []
-    assert page.get_by_role("navigation").count() == 2
+    assert page.get_by_role("navigation").count() == 3
 
 
 def test_a_picture_of_a_claim_is_read_aloud(opened):

@@ -75,6 +75,8 @@ def test_values_that_are_not_finite_are_said_and_not_drawn():
     svg, circles, _ = parsed(picture)
     assert len(circles) == 2
     assert svg.get("aria-label").startswith("2 of 4 seeds have a value, from 1 to 2;")
+    svg, *_ = parsed(dots(record([1.0, math.nan], at_most(1))))
+    assert svg.get("aria-label").startswith("1 of 2 seeds has a value, at 1;")
     assert dots(record([math.nan], at_most(1))) == ""
 
 

@@ -122,6 +122,24 @@ def test_runs_are_in_the_order_of_studies_and_then_oldest_first(tmp_path):
     assert all(f'id="{link[1:]}"' in page.source for link in page.links if link.startswith("#"))
 
 
+@pytest.mark.parametrize(
+    ("statement", "source", "shown"),
+    [
+        ("One token wins (arXiv 2310.00535).", "JoMA, Theorem 2 (arXiv 2310.00535)", False),
+        ("One token wins (arXiv 2310.00535).", "after arXiv 2310.00535 and arXiv 2305.16380", True),
+        ("One token wins.", "JoMA, Theorem 2 (arXiv 2310.00535)", True),
+        ("One token wins.", "ours", True),
+    ],
+)
+def test_a_paper_is_cited_once_beside_a_statement(tmp_path, statement, source, shown):
+    store(tmp_path, statement=statement, source=source)
+    page, _ = report(tmp_path)
+    assert ("<cite>" in page.source) == shown
+    assert page.source.count('<a href="https://arxiv.org/abs/2310.00535">') == (statement + source).count("2310") - (
+        not shown
+    )
+
+
 def test_verdicts_are_counted_by_kind(tmp_path):
     verdicts = ("holds", "holds", "does not hold", "not tested")
     store(tmp_path, claims=[claim(verdict) for verdict in verdicts])
@@ -133,8 +151,8 @@ def test_verdicts_are_counted_by_kind(tmp_path):
     assert "Figures and tables: 1 holds" in page.headings
     assert "Checks: 1 holds" in page.headings
     assert "what does not hold (2)" in page.source
-    assert "12.3 s: 2 hold, 1 does not, 1 not tested</span>" in page.source
-    assert "12.3 s: 1 holds, 1 does not; checks: 1 holds</span>" in page.source
+    assert "12.3&nbsp;s: 2 hold, 1 does not, 1 not tested</span>" in page.source
+    assert "12.3&nbsp;s: 1 holds, 1 does not; checks: 1 holds</span>" in page.source
 
 
 def test_claims_show_expected_and_measured_values_and_the_verdict(tmp_path):
@@ -182,7 +200,7 @@ def test_the_first_screen_has_the_pictures_and_the_outcome(tmp_path):
     first = page.source[: page.source.index('id="claims"')]
     assert [image["alt"] for image in page.images] == ["Attention comes back.", "A line."]
     assert '<a href="#winner-abc"><img' in first
-    assert '<a href="#winner-abc">Figure 3</a>: It wins by 3 %.' in first
+    assert '<a href="#winner-abc">Figure 3</a>: It wins by 3\N{NO-BREAK SPACE}%.' in first
     assert '<a href="#ladder-abc">ladder</a>: It climbs.' in first
     section = page.source[page.source.index('<section class="study" id="winner-abc"') :]
     places = [
@@ -389,7 +407,7 @@ def test_a_report_of_probes_alone(probed, tmp_path):
     assert (written.runs, len(written.probes)) == (0, len(probed))
     page = Page(written.path)
     assert page.headings[0] == "Probed models"
-    assert "Each study" not in page.source
+    assert "This report tests" not in page.source
 
 
 @pytest.mark.parametrize("name", [TRAJECTORY, "audit.json", "probe.html", "manifest.json"])

@@ -24,7 +24,7 @@ def record(values, across="every", kind="theorem", presets=("quick",)):
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_power_of_ten_is_the_number_it_stands_for(value):
-    text = readable(f"{value:.4g}")
+    text = readable(f"{value:.4g}").replace("−", "-")
     mantissa, times, power = text.partition(f"{NO_BREAK}×{NO_BREAK}")
     if not times and text.translate(SUPERSCRIPTS) != text:  # the mantissa 1 is not written
         mantissa, power = text.partition("10")[0] + "1", text.lstrip("-")
@@ -34,7 +34,24 @@ def test_a_power_of_ten_is_the_number_it_stands_for(value):
 
 @pytest.mark.parametrize(
     "text",
-    ["≥ 0.9", "inf", "nan", "–", "", "e", "1e", "here and there", "e5", "0.4278 ± 0.001", "lr=1e-4", "v1e5", "1e-4x"],
+    [
+        "≥ 0.9",
+        "inf",
+        "nan",
+        "–",
+        "",
+        "e",
+        "1e",
+        "here and there",
+        "e5",
+        "0.4278 ± 0.001",
+        "lr=1e-4",
+        "v1e5",
+        "1e-4x",
+        "x=-1",
+        "--2",
+        "2402-3",
+    ],
 )
 def test_other_text_stays_as_it_is(text):
     assert readable(text) == text
@@ -45,7 +62,7 @@ def test_other_text_stays_as_it_is(text):
     [
         ("every", "4 ± 1", "3 to 5 over 3 seeds; judged by every seed"),
         ("mean", "4 ± 1", "3 to 5 over 3 seeds; judged by the mean"),
-        ("interval", "4 ± 1", "judged by the 95 % interval 1.52 to 6.48 over 3 seeds"),
+        ("interval", "4 ± 1", "judged by the 95\N{NO-BREAK SPACE}% interval 1.52 to 6.48 over 3 seeds"),
     ],
 )
 def test_a_row_says_what_the_claim_is_judged_by(across, number, judged):
@@ -57,7 +74,7 @@ def test_a_row_says_what_the_claim_is_judged_by(across, number, judged):
 def test_an_undecided_claim_has_its_interval_once():
     shown = row(record([0.0, 1.0, 2.0], "interval"))
     assert (shown["number"], shown["judged"]) == ("1 ± 1", "over 3 seeds")
-    assert shown["reason"] == "undecided: the 95 % interval over seeds, -1.48 to 3.48, contains 1"
+    assert shown["reason"] == "undecided: the 95\N{NO-BREAK SPACE}% interval over seeds, −1.48 to 3.48, contains 1"
 
 
 def test_a_single_value_has_no_spread():
@@ -67,8 +84,42 @@ def test_a_single_value_has_no_spread():
 
 def test_seeds_that_are_not_finite_are_counted():
     shown = row(record([2.0, math.nan, math.inf]))
-    assert (shown["number"], shown["judged"]) == ("–", "2 of 3 seeds are not finite")
+    assert (shown["number"], shown["judged"]) == ("–", "2 of 3 seeds have no finite value")
     assert (shown["sign"], shown["css"]) == VERDICTS["does not hold"]
+
+
+@pytest.mark.parametrize(
+    ("values", "number", "judged"),
+    [
+        ([1.0, 1.0, 1.0], "1", "the same in all 3 seeds"),
+        ([1.9879, 1.9881, 1.9880], "1.988 ± 0.0001", "1.9879 to 1.9881 over 3 seeds; judged by every seed"),
+        ([5e-4, 5.2e-4, 4.8e-4], "0.0005 ± 0.00002", "0.00048 to 0.00052 over 3 seeds; judged by every seed"),
+        ([2.0, 2.0000002, 2.0000004], "2 ± 2 × 10⁻⁷", "the same to six digits in all 3 seeds"),
+        ([0.9996, 3.0, 5.0], "3 ± 2", "0.9996 to 5 over 3 seeds; judged by every seed"),
+        ([100.0, 300.0, 500.0], "300 ± 200", "100 to 500 over 3 seeds; judged by every seed"),
+        ([-3.0, -4.0, -5.0], "−4 ± 1", "−5 to −3 over 3 seeds; judged by every seed"),
+        ([2.0, math.nan, 2.0], "–", "1 of 3 seeds has no finite value"),
+    ],
+)
+def test_a_spread_is_written_as_people_write_it(values, number, judged):
+    shown = row(record(values))
+    assert (shown["number"].replace(NO_BREAK, " "), shown["judged"]) == (number, judged)
+
+
+def test_tiny_numbers_have_one_power_of_ten():
+    shown = row(record([3e-14, 4e-14, 5e-14]))
+    assert shown["number"].split(NO_BREAK) == ["(4 ± 1)", "×", "10⁻¹⁴"]
+
+
+@given(st.lists(st.floats(-1e100, 1e100), min_size=2, max_size=4, unique=True))
+def test_every_spread_has_a_text_whose_ends_differ(values):
+    shown = row(record(values))
+    assert "e" not in shown["number"]
+    if f"{min(values):.6g}" == f"{max(values):.6g}":
+        assert shown["judged"] == f"the same to six digits in all {len(values)} seeds"
+    else:
+        low, high = shown["judged"].partition(" over ")[0].split(" to ")
+        assert low != high
 
 
 def test_a_claim_that_is_not_tested_has_its_reason():

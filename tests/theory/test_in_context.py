@@ -304,6 +304,11 @@ def test_the_rank_one_saddle_is_the_hessian_of_sampled_prompts():
         (lambda: in_context.logistic([0.0], 0.0, 2, 3), "start"),
         (lambda: in_context.merged_flow([0.1], [np.eye(3)], [1.0, 2.0], 3, times=[1.0]), "U"),
         (lambda: in_context.separate_flow([0.1], [[[1.0, 2.0]]], [[[1.0]]], [1.0, 2.0], 3, times=[1.0]), "Q"),
+        (lambda: in_context.merged_flow([1e101], [np.eye(1)], [1.0], 3, times=[1.0]), "u` must"),
+        (lambda: in_context.merged_flow([0.1], [[[1e101]]], [1.0], 3, times=[1.0]), "U` must"),
+        (lambda: in_context.separate_flow([-1e101], [[[0.1]]], [[[0.1]]], [1.0], 3, times=[1.0]), "u` must"),
+        (lambda: in_context.separate_flow([0.1], [[[1e101]]], [[[0.1]]], [1.0], 3, times=[1.0]), "K` must"),
+        (lambda: in_context.separate_flow([0.1], [[[0.1]]], [[[1e101]]], [1.0], 3, times=[1.0]), "Q` must"),
         (lambda: in_context.rank_one_saddle([1.0], 3), "spectrum"),
     ],
 )

@@ -216,6 +216,7 @@ K = [[1.0], [0.0]]
         (lambda: factor_path(X, Z, G, [[1.0]], K, lengths=[1.0]), "k0"),
         (lambda: factor_path(X, Z, G, K, [[1.0, 0.0], [0.0, 1.0]], lengths=[1.0]), "q0"),
         (lambda: factor_path(X, Z, G, [[0.0], [0.0]], [[0.0], [0.0]], lengths=[1.0]), "k0`, `q0"),
+        (lambda: factor_path(X, Z, G, [[1e200], [0.0]], [[1e200], [0.0]], lengths=[1.0]), "k0`, `q0"),
         (lambda: outer_tokens(X, [1.0]), "z"),
         (lambda: attention_weights(X, [1.0]), "p"),
     ],

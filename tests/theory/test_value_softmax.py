@@ -208,6 +208,7 @@ def test_gaps_tend_to_their_laws():
         ("scores", lambda: two_token_invariant([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])),
         ("log_time", lambda: trained_gap(-1.0, 3)),
         ("scores", lambda: fixed_gap([1.0, 1.0], 3.0)),
+        ("scores", lambda: fixed_values([1e308, -1e308], [0.0, 0.0], [1.0])),
     ],
 )
 def test_bad_arguments_are_named(name, call):

@@ -33,6 +33,23 @@ def test_sums_of_rows_give_the_same_means() -> None:
         assert part.counts.max() == (27 if isinstance(mask, str) else 22)
 
 
+def test_passes_of_unequal_length_count_by_their_rows() -> None:
+    model, measures = Model(), ["entropy", "relative_entropy", "effective_tokens", "largest_logit"]
+
+    def recorded_passes(reduce: str) -> Any:
+        with torch.no_grad(), attention(model, reduce=reduce, measures=measures) as recording:
+            for rank in (0, 1):
+                model(batch(rank))
+                model.layers[0](torch.ones(2, 3, 8))  # a layer of its own, within the same pass
+        return recording
+
+    layers, values = means(recorded_passes("mean"))
+    again, combined = combine(row_sums(recorded_passes("none")), Processes())
+    assert layers == again == ["layers.0", "layers.1", "layers.0[1]"]
+    for name in measures:
+        np.testing.assert_allclose(values[name], combined[name], rtol=1e-5)
+
+
 class Pair(Processes):
     """The first of two processes; `other` is what the second one has."""
 

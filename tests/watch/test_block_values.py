@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import joma
 from joma.arguments import InputError
 from joma.watch import ProbeFailed, Recorder, activations, gradient_norms
-from joma.watch.block_values import combine_blocks
+from joma.watch.block_values import Part, combine_blocks, hidden_parts
 from joma.watch.distributed import Processes
 from two_processes import Model, batch
 
@@ -115,12 +116,41 @@ def test_bad_blocks_are_named_before_training() -> None:
 def test_processes_are_averaged_over_those_that_have_a_value() -> None:
     class Pair(Processes):
         def gather(self, value: Any) -> list[Any]:
-            return [value, {"residual_rms": {"a": 3.0, "c": math.nan}, "extra": {"a": 1.0}}]
+            nothing = Part(0.0, 0.0)
+            return [value, {"residual_norm": {"a": Part(9.0, 3.0), "c": nothing}, "extra": {"a": Part(1.0, 1.0)}}]
 
-    combined = combine_blocks({"residual_rms": {"a": 1.0, "b": 5.0, "c": math.nan}}, Pair(0, 2))
+    parts = {"residual_norm": {"a": Part(1.0, 1.0), "b": Part(10.0, 2.0), "c": Part(0.0, 0.0)}}
+    combined = combine_blocks(parts, Pair(0, 2))
     assert combined["extra"] == {"a": 1.0}
-    assert (combined["residual_rms"]["a"], combined["residual_rms"]["b"]) == (2.0, 5.0)
-    assert math.isnan(combined["residual_rms"]["c"])
+    assert (combined["residual_norm"]["a"], combined["residual_norm"]["b"]) == (2.5, 5.0)
+    assert math.isnan(combined["residual_norm"]["c"])
+
+
+def test_norms_are_means_over_the_tokens_of_all_passes_and_processes() -> None:
+    model, batches = Decoder().eval(), (X, X[:1, :2] * 3)
+
+    def parts_of(*inputs: torch.Tensor) -> Any:
+        with torch.no_grad(), activations(model) as states:
+            for x in inputs:
+                model(x)
+        return hidden_parts(states)
+
+    class Pair(Processes):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, parts_of(batches[1])]
+
+    both = combine_blocks(parts_of(*batches), Processes()), combine_blocks(parts_of(batches[0]), Pair(0, 2))
+    with torch.no_grad():
+        outputs = torch.cat([model(x).flatten(0, 1) for x in batches])
+        ranks = [float(joma.stable_rank(model(x).flatten(0, 1))) for x in batches]
+    expected = {
+        "residual_rms": outputs.square().mean().sqrt(),
+        "residual_norm": outputs.norm(dim=-1).mean(),
+        "hidden_stable_rank": np.mean(ranks),
+    }
+    for combined in both:
+        for name, value in expected.items():
+            np.testing.assert_allclose(combined[name]["encoder.layers.1"], value, rtol=1e-4)
 
 
 def test_padding_does_not_count() -> None:

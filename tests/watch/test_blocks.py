@@ -142,13 +142,16 @@ def test_wrappers_leave_no_trace_in_names():
 
 
 def test_a_model_with_adapters_has_the_names_of_its_base():
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 
-    base = tiny_models.neox()
-    names = list(find_blocks(base))
-    adapted = get_peft_model(base, LoraConfig(target_modules=["query_key_value"], r=2))
-    assert list(find_blocks(adapted)) == names
-    assert list(find_blocks(nn.DataParallel(adapted))) == names
+    lora = LoraConfig(target_modules=["query_key_value"], r=2)
+    prefix = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")  # leaves the model's layers as they are
+    for config in (lora, prefix):
+        base = tiny_models.neox()
+        names = list(find_blocks(base))
+        adapted = get_peft_model(base, config)
+        assert list(find_blocks(adapted)) == names
+        assert list(find_blocks(nn.DataParallel(adapted))) == names
 
 
 def test_a_pattern_names_the_blocks():

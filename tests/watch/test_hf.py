@@ -165,6 +165,40 @@ def test_gradient_norms_are_those_of_the_last_step(tmp_path: Path) -> None:
     np.testing.assert_allclose(measured.values[1:], [norms[1], norms[3]])
 
 
+class Stop(TrainerCallback):
+    """End the training at a step, as `EarlyStoppingCallback` does, after all other callbacks have been called."""
+
+    def __init__(self, event: str, step: int) -> None:
+        setattr(self, event, self.stop)
+        self.step = step
+
+    def stop(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_epoch_end"])
+def test_the_last_step_is_probed_if_the_training_ends_early(
+    tmp_path: Path, event: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    callback = EntropyCallback(at=(0, 2), gradients=True)
+    built = trainer(tmp_path, [callback, Stop(event, 4)], steps=9)
+    built.train()
+    assert built.state.global_step == 4
+    assert callback.trajectory.step.values.tolist() == [0, 2, 4]
+    assert not [warning for warning in recwarn if warning.category is ProbeFailed]
+
+
+def test_the_best_model_is_not_probed_for_the_last(tmp_path: Path) -> None:
+    callback = EntropyCallback(at=(0, 2), ranks=False)
+    built = trainer(tmp_path, [callback], steps=3)
+    built.train()
+    built.args.load_best_model_at_end, built.state.best_model_checkpoint = True, str(tmp_path)
+    built.state.global_step = 7
+    callback.on_train_end(built.args, built.state, built.control)
+    assert callback.trajectory.step.values.tolist() == [0, 2, 3]
+
+
 def test_a_second_training_begins_a_new_trajectory(tmp_path: Path) -> None:
     callback = EntropyCallback(at=(0,), ranks=False)
     built = trainer(tmp_path, [callback], steps=2)

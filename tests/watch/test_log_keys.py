@@ -101,3 +101,16 @@ def test_a_summary_has_one_rank_a_layer_and_collapsed_heads_are_counted_once_the
     assert keys.scalars(probe(layers, [[False, False]] * 2))["collapsed/layers.0"] == 0.0
     later = keys.layers(["m.layers.0.attn", "m.extra.attn"])
     assert (later["m.layers.0.attn"], later["m.extra.attn"]) == ("layers.0", "m.extra.attn")
+
+
+def test_blocks_without_a_value_are_not_logged_until_they_have_one() -> None:
+    keys, layers = LogKeys([], measures=("entropy",), summary=False), ["m.layers.0.attn", "m.layers.1.attn"]
+    logged = []
+    for norm in (np.nan, 0.5, np.nan):
+        blocks = {"gradient_norm": {"m.layers.0": norm, "m.layers.1": np.nan}}
+        measurement = Measurement(layers, {"entropy": np.ones((2, 2))}, np.zeros(0), blocks)
+        scalars = keys.scalars(Probe(0, measurement, Collapsed(np.zeros((2, 2), dtype=bool), np.zeros(0, dtype=bool))))
+        logged.append({key: value for key, value in scalars.items() if key.startswith("gradient")})
+    assert logged[:2] == [{}, {"gradient_norm/layers.0": 0.5}]
+    assert list(logged[2]) == ["gradient_norm/layers.0"]
+    assert np.isnan(logged[2]["gradient_norm/layers.0"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -42,3 +44,19 @@ def test_hooks_are_removed_if_one_cannot_be_registered() -> None:
         pass
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
+
+
+def test_copies_of_a_model_have_hooks_that_do_nothing() -> None:
+    seen: list[Any] = []
+    model, x = Fails(), torch.ones(1)
+
+    def note(*args: Any) -> None:
+        seen.append(args)
+
+    hooks = [Hooks(model, note, note), Hooks(model, lambda *_: note(), note, kwargs=True)]
+    with module_hooks(hooks):
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert copied(x, stop=False) is x
+        assert not seen
+        model(x)
+    assert len(seen) == 4

@@ -305,3 +305,15 @@ def test_every_measure_is_recorded_and_logged() -> None:
     only = Recorder(model, TOKENS, measures="effective_tokens", ranks=False, **NO_WARNINGS)
     assert list(only(0)) == ["attention_effective_tokens/Model"]
     assert not only.dataset().collapsed.any()
+
+
+def test_an_offloaded_model_is_probed_without_its_ranks() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    plain, model = Model(), Model()
+    model.load_state_dict(plain.state_dict())
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    scalars = [Recorder(each, TOKENS, ranks=False, at=1, **NO_WARNINGS)(0) for each in (plain, model)]
+    assert scalars[0] == scalars[1] != {}
+    with pytest.warns(ProbeFailed, match=r"`ranks` must be of weights that are in memory, got mlp\.weight, .*False`"):
+        assert Recorder(model, TOKENS, at=1)(0) == {}

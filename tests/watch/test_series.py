@@ -109,6 +109,25 @@ def test_a_model_folder_is_a_series_of_one(tmp_path):
         Checkpoints(tmp_path / "empty")
 
 
+def test_weights_that_are_in_no_folder_and_a_file_for_a_folder_come_with_a_remedy(tmp_path):
+    with pytest.raises(InputError, match=r"got .* with none; give the folder that holds the checkpoints"):
+        Checkpoints(tmp_path)
+    for step in (1, 2):
+        (tmp_path / f"step={step}.ckpt").write_bytes(b"")
+    with pytest.raises(
+        InputError, match=r"with step=1.ckpt, step=2.ckpt; put each checkpoint into a folder named after"
+    ):
+        Checkpoints(tmp_path)
+    for step in (1, 2):
+        save_file({"w": torch.ones(1)}, tmp_path / f"step_{step}.safetensors")
+    with pytest.raises(
+        Unreadable, match=r"name the model's file model.safetensors, or put each checkpoint into a folder"
+    ):
+        Checkpoints(tmp_path)[0].names()
+    with pytest.raises(InputError, match=r"got '.*step_1.safetensors', which is a file; give the folder that it is in"):
+        Checkpoints(tmp_path / "step_1.safetensors")
+
+
 def test_an_unreadable_checkpoint_comes_as_its_error_and_the_others_are_measured(tmp_path):
     series = Checkpoints(write_series(tmp_path, range(4)))
     file = tmp_path / "step2" / "model.safetensors"

@@ -6,6 +6,7 @@ import copy
 import io
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +133,25 @@ def test_the_table_of_a_recording_counts_rows() -> None:
     spread = [f"{entropy.mean():.3f}", "±", f"{entropy.std(ddof=1):.3f}"]
     assert lines[2].split() == [names.format(0), "4", *spread, f"{entropy.min():.3f}", "24"]
     assert "<td>24</td>" in seen._repr_html_()
+
+
+def test_passes_of_unequal_length_count_by_their_rows_in_table_and_figure() -> None:
+    model, names = DECODERS["opt"]()
+    with_large_weights(model)
+
+    def recorded(reduce: str) -> Any:
+        with attention(model, reduce=reduce, measures=["entropy", "sink_mass"]) as seen, torch.no_grad():
+            for length in (7, 2):
+                model(input_ids=TOKENS[:, :length])
+        return seen
+
+    seen, rows = recorded("mean"), recorded("none")
+    assert repr(seen) == repr(rows)
+    entropy = rows.entropy.mean(["pass", "batch", "query"])
+    assert f"{float(entropy.sel(layer=names.format(1)).mean()):.3f} ±" in repr(seen)
+    figures = [recording.plot().axes[0].images[0].get_array() for recording in (seen, rows)]
+    np.testing.assert_allclose(*figures, rtol=1e-5)
+    assert seen.dataset().sizes["pass"] == 2
 
 
 def test_a_recorder_draws_itself_and_has_a_table() -> None:

@@ -71,13 +71,14 @@ def description(claim: Mapping[str, Any], *, logarithmic: bool = False) -> str:
     """
     stored = claim["measured"]["values"]
     values = [value for value in stored if value is not None and math.isfinite(value)]
-    reach = f"from {number(min(values))} to {number(max(values))}"
+    low, high = number(min(values)), number(max(values))
+    reach = f"at {low}" if low == high else f"from {low} to {high}"
     if len(stored) == 1:
         shown = f"one value, {number(values[0])}"
     elif len(values) == len(stored):
         shown = f"{len(stored)} seeds {reach}"
     else:
-        shown = f"{len(values)} of {len(stored)} seeds have a value, {reach}"
+        shown = f"{len(values)} of {len(stored)} seeds {'has' if len(values) == 1 else 'have'} a value, {reach}"
     return f"{shown}; expected {claim['expected']}{', logarithmic axis' if logarithmic else ''}"
 
 

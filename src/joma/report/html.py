@@ -30,7 +30,7 @@ BLANK = re.compile(rb">\s+<")
 COORDINATES = re.compile(rb'\b(?:d|x|y)="[^"]*"')
 DIGITS = re.compile(rb"(\.\d\d)\d+")
 PIXELS_PER_POINT = 4 / 3
-ARXIV = re.compile(r"arXiv[ :](\d{4}\.\d{4,5})")
+ARXIV = re.compile(r"(?:arXiv[ :]|(?<![\w./])(?=\d{4}\.\d{5}(?!\d)))(\d{4}\.\d{4,5})")  # the fifth digit is since 2015
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,29 @@ def _read_all(
 
 def _template() -> jinja2.Template:
     templates = environment()
-    templates.filters |= {"cited": cited, "readable": readable}
+    templates.filters |= {"cited": cited, "readable": readable, "new_source": new_source}
     return templates.get_template("template.html")
 
 
 def cited(source: str) -> Markup:
-    """Return the source of a claim as HTML, with every arXiv number a link to its paper.
+    """Return text as HTML, with every arXiv number a link to its paper.
 
     >>> cited("Theorem 2 (arXiv 2310.00535)")
     Markup('Theorem 2 (<a href="https://arxiv.org/abs/2310.00535">arXiv 2310.00535</a>)')
+    >>> cited("see 2306.00297")
+    Markup('see <a href="https://arxiv.org/abs/2306.00297">2306.00297</a>')
     """
     return Markup(ARXIV.sub(r'<a href="https://arxiv.org/abs/\1">\g<0></a>', str(escape(source))))
+
+
+def new_source(about: Description) -> str:
+    """Return the source of a study's statement, or nothing if the statement itself cites every paper of it.
+
+    >>> new_source(Description(statement="Attention falls (arXiv 2310.00535).", source="JoMA (arXiv 2310.00535)"))
+    ''
+    """
+    papers = {*ARXIV.findall(about.source)}
+    return "" if papers and papers <= {*ARXIV.findall(about.statement)} else about.source
 
 
 def _section(path: Path) -> dict[str, Any]:

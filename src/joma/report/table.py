@@ -24,10 +24,10 @@ MARKS = {
 def number(value: float | None) -> str:
     """Return a number as text with four significant digits, or a dash for None.
 
-    >>> number(0.99553), number(None)
-    ('0.9955', '–')
+    >>> number(0.99553), number(-0.0), number(None)
+    ('0.9955', '0', '–')
     """
-    return "–" if value is None else f"{value:.4g}"
+    return "–" if value is None else f"{value + 0.0:.4g}"  # the sum of −0 and 0 is 0
 
 
 def spread(measured: Mapping[str, Any]) -> str:

@@ -179,7 +179,7 @@ class Claim:
         if bound is None:
             return ""
         low, high = mean_interval(values)
-        contained = f"{round(bound, 300):.3g}"  # `above(0.0)` begins at 5e-324
+        contained = f"{round(bound, 300) + 0.0:.3g}"  # `above(0.0)` begins at 5e-324, `below(0.0)` ends at −5e-324
         return f"undecided: the 95 % interval over seeds, {low:.3g} to {high:.3g}, contains {contained}"
 
     def _holds(self, values: np.ndarray) -> bool:

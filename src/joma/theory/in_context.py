@@ -327,7 +327,7 @@ def merged_flow(
     """
     eigenvalues, moment = _spectrum(spectrum), second_moment(spectrum, length, noise)
     size = len(eigenvalues)
-    values, products = real("u", u, ndim=1), real("U", U, ndim=3)
+    values, products = _start("u", u, ndim=1), _start("U", U, ndim=3)
     heads = len(values)
     _check_shape("U", products, (heads, size, size))
 
@@ -378,7 +378,7 @@ def separate_flow(
     np.True_
     """
     eigenvalues, moment = _spectrum(spectrum), second_moment(spectrum, length, noise)
-    values, keys, queries = real("u", u, ndim=1), real("K", K, ndim=3), real("Q", Q, ndim=3)
+    values, keys, queries = _start("u", u, ndim=1), _start("K", K, ndim=3), _start("Q", Q, ndim=3)
     heads, shape = len(values), (len(values), keys.shape[1], len(eigenvalues))
     _check_shape("K", keys, shape)
     _check_shape("Q", queries, shape)
@@ -460,6 +460,10 @@ def rank_one_saddle(spectrum: ArrayLike, length: float) -> RankOneSaddle:
 
 def _spectrum(spectrum: ArrayLike) -> Spectrum:
     return real("spectrum", spectrum, ndim=1, low=SMALLEST, high=LARGEST)
+
+
+def _start(name: str, value: ArrayLike, *, ndim: int) -> np.ndarray:
+    return real(name, value, ndim=ndim, low=-LARGEST, high=LARGEST)
 
 
 def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:

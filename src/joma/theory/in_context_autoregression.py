@@ -162,7 +162,6 @@ def optimum(
     instance("generator", generator, np.random.Generator, "pass `np.random.default_rng(seed)`")
     check_size("dim", (size**3, size**3))
     check_size("length", (tokens, size**3, 2 * size))
-    check_size("length", (tokens, size**3, 2 * size))
     if _known(process) == "rotations":
         _check_pairs(size)
     terms = _terms(tokens, size, process, True)

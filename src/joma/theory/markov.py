@@ -26,6 +26,8 @@ from scipy.special import entr, expit, logit
 from joma.arguments import InputError, broadcast, flag, real, scalar, whole
 from joma.theory.integration import DEFAULT_SOLVER, Solver, integrate
 
+LARGEST_START = 1e12  # of the reduced model's parameters, far from the range of a double
+
 Chain = Float[np.ndarray, "*chain"]
 
 
@@ -218,9 +220,9 @@ def reduced_flow(
     """
     p, q = scalar("p", p), scalar("q", q)
     share = float(stationary(p, q))
-    bias = float(logit(share)) if b0 is None else scalar("b0", b0)
+    bias = float(logit(share)) if b0 is None else _start("b0", b0)
     tied = a0 is None
-    start = [scalar("e0", e0), scalar("e0", e0) if a0 is None else scalar("a0", a0), bias]
+    start = [_start("e0", e0), _start("e0", e0) if a0 is None else _start("a0", a0), bias]
 
     def rhs(_t: float, state: np.ndarray) -> np.ndarray:
         e, a, b = state
@@ -282,6 +284,10 @@ def _chain(p: ArrayLike, q: ArrayLike) -> tuple[Chain, Chain]:
     shape = broadcast(p=checked[0], q=checked[1])
     first, second = (np.broadcast_to(array, shape)[()] for array in checked)
     return np.asarray(first), np.asarray(second)
+
+
+def _start(name: str, value: float) -> float:
+    return scalar(name, value, low=-LARGEST_START, high=LARGEST_START)
 
 
 def _inside(name: str, value: ArrayLike) -> np.ndarray:

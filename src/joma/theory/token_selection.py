@@ -269,6 +269,8 @@ class _FactorProblem:
         self.rank = self.k0.shape[1]
         k, q = self.left.T @ self.k0, self.right.T @ self.q0
         self.start = np.concatenate([k.ravel(), q.ravel()])
+        with np.errstate(over="ignore", invalid="ignore"):
+            in_range("k0`, `q0", ((self.x @ k) @ (self.z @ q)[:, :, None]))
         if not self.push(self.start)[0].any():
             raise InputError("k0`, `q0", "such that a gradient is not zero", "a stationary point", "start elsewhere")
 

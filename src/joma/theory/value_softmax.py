@@ -289,7 +289,9 @@ def fixed_values(
            [ 0.   , 19.785, 20.478]])
     """
     s, a = _start(scores, logits)
-    relative = s - s.max()
+    with np.errstate(over="ignore"):
+        relative = s - s.max()
+    in_range("scores", relative)
 
     def rhs(log_time: float, a: np.ndarray) -> np.ndarray:
         log_sigma = log_softmax(a)

@@ -26,12 +26,16 @@ class RowSums(NamedTuple):
 
 
 def means(recording: Recording) -> Averages:
-    """Return the layers and the mean of each measure by layer and head, from a recording that is reduced already."""
+    """Return the layers and the mean of each measure by layer and head, from a recording that is reduced already.
+
+    Each pass counts by its rows: a pass of `generate` with one token weighs less than that of the prompt.
+    """
     layers, block = recording.arrays()
     measures = recording.measures
     defined = ~np.isnan(block)
-    count = defined.sum(axis=1)
-    total = np.where(defined, block, 0.0).sum(axis=1)
+    weights = defined if block.shape[1] == 1 else defined * recording.pass_row_counts()[..., None]
+    count = weights.sum(axis=1)
+    total = np.where(defined, weights * block, 0.0).sum(axis=1)
     values = np.where(count, total / np.maximum(count, 1), np.nan)
     for index, name in enumerate(measures):
         if name in MAXIMA:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -27,25 +27,40 @@ def watch_blocks(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Hidde
         yield states
 
 
-def hidden_values(states: HiddenStates | None) -> BlockValues:
-    """Return the norms and ranks of each block, averaged over passes.
+class Part(NamedTuple):
+    """What one process knows of a mean over passes and processes: the weighted sum, and the sum of the weights."""
 
-    The variables are `residual_rms`, `residual_norm`, and for the hidden states and what attention returns
-    `hidden_stable_rank`, `hidden_participation_ratio`, `attention_output_stable_rank` …
+    total: float
+    weight: float
+
+
+def hidden_parts(states: HiddenStates | None) -> dict[str, dict[str, Part]]:
+    """Return the norms and ranks of each block, summed over passes: norms over tokens, ranks over passes.
+
+    The variables are `residual_rms`, whose squares are summed, `residual_norm`, and for the hidden states and what
+    attention returns `hidden_stable_rank`, `hidden_participation_ratio`, `attention_output_stable_rank` …
     """
-    values: BlockValues = {}
+    parts: dict[str, dict[str, Part]] = {}
     if states is None:
-        return values
-    dataset = states.dataset()
+        return parts
+    dataset, counts = states.dataset(), states.token_counts()
     blocks = [str(block) for block in dataset.block.values]
     for name in (name for name in (*NORMS, *RANKS) if name in dataset):
         streams = [str(stream) for stream in dataset.stream.values] if name in RANKS else [None]
+        weights = np.ones_like(counts) if name in RANKS else counts
         for stream in streams:
             array = dataset[name].values if stream is None else dataset[name].sel(stream=stream).values
             variable = name if stream is None else f"{_stream_name(stream)}_{name}"
-            means = [_mean(column[np.isfinite(column)].tolist()) for column in array.T]
-            values[variable] = dict(zip(blocks, means, strict=True))
-    return values
+            defined = np.isfinite(array)
+            totals = np.where(defined, weights * _summed(variable, array), 0.0).sum(axis=0)
+            sums = zip(totals.tolist(), np.where(defined, weights, 0.0).sum(axis=0).tolist(), strict=True)
+            parts[variable] = {block: Part(*pair) for block, pair in zip(blocks, sums, strict=True)}
+    return parts
+
+
+def _summed(variable: str, values: np.ndarray) -> np.ndarray:
+    """Return what is summed of a variable: a root mean square is the root of a mean of squares."""
+    return values**2 if variable == NORMS[0] else values
 
 
 def _stream_name(stream: str) -> str:
@@ -61,20 +76,15 @@ def has_gradients(model: nn.Module) -> bool:
     return any(parameter.grad is not None for parameter in model.parameters())
 
 
-def combine_blocks(values: BlockValues, processes: Processes) -> BlockValues:
-    """Return the mean of each value over the processes that have it."""
-    if processes.count == 1:
-        return values
-    parts = processes.gather(values)
+def combine_blocks(parts: Mapping[str, Mapping[str, Part]], processes: Processes) -> BlockValues:
+    """Return the mean of each value over all passes of all processes that have it, NaN if none has."""
+    by_process = processes.gather(parts)
     combined: BlockValues = {}
-    for variable in dict.fromkeys(variable for part in parts for variable in part):
-        blocks = dict.fromkeys(block for part in parts for block in part.get(variable, {}))
+    for variable in dict.fromkeys(variable for values in by_process for variable in values):
+        blocks = dict.fromkeys(block for values in by_process for block in values.get(variable, {}))
         for block in blocks:
-            numbers = [part.get(variable, {}).get(block, math.nan) for part in parts]
-            defined = [number for number in numbers if not math.isnan(number)]
-            combined.setdefault(variable, {})[block] = _mean(defined)
+            known = [values[variable][block] for values in by_process if block in values.get(variable, {})]
+            weight = sum(part.weight for part in known)
+            mean = sum(part.total for part in known) / weight if weight else math.nan
+            combined.setdefault(variable, {})[block] = math.sqrt(mean) if variable == NORMS[0] else mean
     return combined
-
-
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers) if numbers else math.nan

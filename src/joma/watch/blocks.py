@@ -16,7 +16,8 @@ from torch import nn
 from joma.arguments import InputError
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # left out of a module's name
-ADAPTED = "base_model.model."  # where PEFT puts the model that it adapts
+ADAPTED = "base_model."  # where PEFT puts the model that it adapts
+TUNED = "model."  # and in it, if the model's own layers are replaced, as for LoRA
 LISTS = (nn.ModuleList, nn.Sequential)
 _ATTENTION_CLASS = re.compile(r"(Attention|Attn|MHA)(?!.*(Output|Projection|Norm|Bias|Dropout)\d*$)")
 _ATTENTION_NAME = re.compile(r"(^|_)(attn|attention|mha)$", re.IGNORECASE)
@@ -61,8 +62,15 @@ def layer_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
         above, _, part = name.rpartition(".")
         added = part in WRAPPERS or (part == "module" and _wraps_in_parallel(modules[above]))
         plain[name] = plain[above] if name and added else f"{plain.get(above, '')}.{part}".lstrip(".")
-    adapts = any(type(module).__module__.startswith("peft.") for name, module in modules.items() if not plain[name])
-    return {name: layer.removeprefix(ADAPTED) or layer for name, layer in plain.items()} if adapts else plain
+    if not any(_is_of_peft(module) for name, module in modules.items() if not plain[name]):
+        return plain
+    tuner = any(_is_of_peft(module) for name, module in modules.items() if plain[name] == ADAPTED.rstrip("."))
+    prefix = ADAPTED + TUNED if tuner else ADAPTED
+    return {name: layer.removeprefix(prefix) or layer for name, layer in plain.items()}
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.")
 
 
 def first_free(name: str, *taken: Container[str]) -> str:

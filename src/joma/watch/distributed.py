@@ -114,8 +114,11 @@ def _collective_device(model: nn.Module) -> torch.device:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter, or the CPU for a model without parameters."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    """Return the device of the first parameter that is in memory, or the CPU if none is.
+
+    Parameters that are offloaded are on the meta device until their module is called.
+    """
+    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
 
 
 def is_distributed(model: nn.Module) -> bool:

@@ -80,6 +80,27 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
         if self.recorder is not None and self.options.get("gradients"):
             self.recorder.read_gradients(state.global_step + 1, always=state.global_step + 1 >= state.max_steps)
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Probe at the last step if another callback ends the training there."""
+        del args, kwargs
+        if control.should_training_stop:
+            self._probe_last(state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Probe at the last step if the training has ended early; the model may be the best one instead by now."""
+        del control, kwargs
+        if not (args.load_best_model_at_end and state.best_model_checkpoint):
+            self._probe_last(state)
+
+    def _probe_last(self, state: TrainerState) -> None:
+        """Probe after the gradients have been set to zero, unless this step has been probed."""
+        if self.recorder is not None:
+            self._log(self.recorder.probe(state.global_step, gradients=False))
+
     def _log(self, scalars: dict[str, float]) -> None:
         """Log through the Trainer, with one short line for the console."""
         trainer = self._trainer

@@ -32,6 +32,7 @@ from joma.watch.rows import RowMasks
 from joma.watch.switches import without_compilation, without_fast_path
 
 NORMS, RANKS = ("residual_rms", "residual_norm"), ("stable_rank", "participation_ratio")
+QUANTITIES = len(NORMS + RANKS) + 1  # and the number of tokens that count
 HIDDEN, ATTENTION = "hidden", "attention"  # the streams
 
 
@@ -78,6 +79,21 @@ class HiddenStates:
 
     def dataset(self) -> xr.Dataset:
         """Return the norms (pass, block) and the ranks (pass, block, stream); NaN for what was not called."""
+        labels, streams, table = self._table()
+        dataset = xr.Dataset(coords={"pass": np.arange(table.shape[1]), "block": labels})
+        if self._residual:
+            dataset = dataset.assign({NORMS[i]: (("pass", "block"), table[i, ..., 0]) for i in range(2)})
+        if self._ranks:
+            dataset = dataset.assign_coords(stream=streams)
+            dataset = dataset.assign({RANKS[i]: (("pass", "block", "stream"), table[2 + i]) for i in range(2)})
+        return dataset
+
+    def token_counts(self) -> Float[np.ndarray, "pass block"]:
+        """Return how many tokens counted in the norms, for the passes and blocks of `dataset`."""
+        return self._table()[2][-1, ..., 0]
+
+    def _table(self) -> tuple[list[str], list[str], Float[np.ndarray, "quantity pass block stream"]]:
+        """Return the blocks, the streams, and all that was measured; the last quantity is the number of tokens."""
         passes = [values for values in self._passes if values]
         if not passes and self.refused is not None:
             raise self.refused
@@ -88,17 +104,11 @@ class HiddenStates:
             raise StateError("recording", "has no forward pass", "call `model(...)` inside the context")
         labels = list(dict.fromkeys(block for values in passes for block, _ in values))
         streams = list(dict.fromkeys([HIDDEN, *(stream for values in passes for _, stream in values)]))
-        table = np.full((len(NORMS + RANKS), len(passes), len(labels), len(streams)), np.nan)
+        table = np.full((QUANTITIES, len(passes), len(labels), len(streams)), np.nan)
         for index, values in enumerate(passes):
             for (label, stream), numbers in zip(values, _on_host(list(values.values())), strict=True):
                 table[:, index, labels.index(label), streams.index(stream)] = numbers
-        dataset = xr.Dataset(coords={"pass": np.arange(len(passes)), "block": labels})
-        if self._residual:
-            dataset = dataset.assign({NORMS[i]: (("pass", "block"), table[i, ..., 0]) for i in range(2)})
-        if self._ranks:
-            dataset = dataset.assign_coords(stream=streams)
-            dataset = dataset.assign({RANKS[i]: (("pass", "block", "stream"), table[2 + i]) for i in range(2)})
-        return dataset
+        return labels, streams, table
 
     def __repr__(self) -> str:
         passes = sum(map(bool, self._passes))
@@ -188,8 +198,9 @@ class HiddenStates:
     def _measure(
         self, states: Float[Tensor, "*position dim"], rows: Bool[Tensor, "*position"] | None, *, norms: bool
     ) -> Float[Tensor, " quantity"]:
-        """Return the norms and the ranks of hidden states; NaN for what is not asked for."""
-        values = torch.full((4,), torch.nan, dtype=torch.float64, device=states.device)
+        """Return the norms and the ranks of hidden states, NaN for what is not asked for, and the number of tokens."""
+        values = torch.full((QUANTITIES,), torch.nan, dtype=torch.float64, device=states.device)
+        values[-1] = states.shape[:-1].numel() if rows is None else rows.sum()
         if norms and self._residual:
             values[0], values[1] = _norms(states, rows)
         if self._ranks:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from joma.arguments import InputError
 from joma.watch.step_names import EPOCH, step_number
 
 TRAINER_STATE = "trainer_state.json"  # the Hugging Face Trainer writes it beside the weights
@@ -24,6 +25,7 @@ FINAL = re.compile(
     r"(?i)(final|last|latest|end)([-_]?(model|checkpoint|ckpt))?|(model|checkpoint|ckpt)[-_]?(final|last|latest|end)"
 )
 SHOWN = 4  # names that a message enumerates
+IN_FOLDERS = "put each checkpoint into a folder named after its step, such as step1000"
 ALONE = "give its name as a revision to measure it alone"
 
 
@@ -45,6 +47,19 @@ class Ignored:
 def holds_weights(folder: Path) -> bool:
     """Return whether a folder has a file that may hold weights."""
     return any(WEIGHTS.search(name) and not TRAINING_STATE.fullmatch(name) for name in _list(folder))
+
+
+def loose_weights(folder: Path) -> list[str]:
+    """Return the names of the files in a folder that may hold weights, or the state of a training."""
+    return [name for name in _list(folder) if WEIGHTS.search(name)]
+
+
+def empty_series(source: str, wanted: str, names: list[str], folder: Path | None) -> InputError:
+    """Return the error for a source whose subfolders or revisions, `names`, hold nothing that is wanted."""
+    loose = [] if folder is None else loose_weights(folder)
+    got = f"{source} with {', '.join([*names[:8], *loose[:SHOWN]]) or 'none'}"
+    remedy = "give revisions or a pattern" if names else "give the folder that holds the checkpoints"
+    return InputError("source", f"a series with {wanted}", got, IN_FOLDERS if loose else remedy)
 
 
 def trainer_step(folder: Path) -> int | None:
@@ -73,10 +88,10 @@ def ignored_folders(
     for name in names:
         if holds_weights(root / name) or LIKE_A_CHECKPOINT.match(name):
             yield _ignored_folder(root, name, members, unit)
-    loose = [] if root_is_model else [name for name in _list(root) if WEIGHTS.search(name)]
+    loose = [] if root_is_model else loose_weights(root)
     if loose:
         message = f"{_enumerate(loose)} in the folder itself {'is' if len(loose) == 1 else 'are'} not in the series"
-        remedy = "put each checkpoint into a folder named after its step, such as step1000"
+        remedy = IN_FOLDERS
         if (step := trainer_step(root)) is not None:
             same = _same_step(step, members)
             message += f": {TRAINER_STATE} says {unit} {step}{same}"

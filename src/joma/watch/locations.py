@@ -22,8 +22,12 @@ SPECIAL_FILES = {"p": "a named pipe", "s": "a socket", "c": "a device", "b": "a 
 
 
 def is_folder(source: str | Path) -> bool:
-    """Return whether `source` is a folder; raise `InputError` if the file system does not tell."""
+    """Return whether `source` is a folder; raise `InputError` for a file, or if the file system does not tell."""
     try:
+        mode = _mode(Path(source))
+        if mode is not None and mode != stat.S_IFDIR:  # else the hub would be asked for its name
+            remedy = "give the folder that it is in"
+            raise InputError("source", "a folder or a repository", f"{str(source)!r}, which is a file", remedy)
         return Path(source).is_dir()
     except OSError as cause:
         raise _unreadable_source(source, cause) from None

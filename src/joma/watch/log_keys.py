@@ -42,6 +42,7 @@ class LogKeys:
         self._layers: dict[str, str] = {}
         self._blocks: dict[str, str] = {}
         self._has_collapsed: set[str] = set()
+        self._has_value: set[str] = set()
 
     def layers(self, names: Sequence[str]) -> dict[str, str]:
         """Return the short names of layers; a layer that is first called later keeps its full name."""
@@ -49,12 +50,19 @@ class LogKeys:
         return self._layers | {name: name for name in names if name not in self._layers}
 
     def _block_scalars(self, values: BlockValues) -> Iterator[tuple[str, float]]:
+        """Yield the values of blocks; NaN only where there was a value before.
+
+        An encoder's block has no cross attention, and frozen parameters have no gradient.
+        """
         blocks = dict.fromkeys(block for table in values.values() for block in table)
         known = {*self._blocks, *OUTSIDE_BLOCKS}
         self._blocks |= short_names([block for block in blocks if block not in known]) if not self._blocks else {}
         for variable, table in values.items():
             for block, value in table.items():
-                yield f"{variable}/{self._blocks.get(block, block)}", value
+                key = f"{variable}/{self._blocks.get(block, block)}"
+                self._has_value |= set() if math.isnan(value) else {key}
+                if key in self._has_value:
+                    yield key, value
 
     def scalars(self, probe: Probe) -> dict[str, float]:
         """Return what is logged: measures by layer, stable ranks, and the number of collapsed heads of a layer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -25,6 +26,19 @@ class Hooks(NamedTuple):
     kwargs: bool = False
 
 
+class _Hook(partial[None]):
+    """A hook of the watched module alone: in a copy of it, or when it is unpickled, it does nothing.
+
+    The context removes its hooks from the module itself, and knows nothing of copies that are made inside.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (_do_nothing,)
+
+
+def _do_nothing(*_: object) -> None: ...
+
+
 @contextmanager
 def module_hooks(hooks: Iterable[Hooks]) -> Iterator[None]:
     """Register hooks on modules: `enter` runs before all other hooks of its module, `leave` also after an error.
@@ -39,8 +53,8 @@ def module_hooks(hooks: Iterable[Hooks]) -> Iterator[None]:
     handles: list[Any] = []
     try:
         for module, enter, leave, kwargs in hooks:
-            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=kwargs))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+            handles.append(module.register_forward_pre_hook(_Hook(enter), prepend=True, with_kwargs=kwargs))
+            handles.append(module.register_forward_hook(_Hook(leave), always_call=True))
         yield
     finally:
         for handle in handles:

@@ -18,7 +18,7 @@ from joma.probes.summary import Sinks
 from joma.runs import write_recording
 from joma.stamp import provenance
 from joma.watch import averages
-from joma.watch.block_values import GRADIENT, combine_blocks, has_gradients, hidden_values, watch_blocks
+from joma.watch.block_values import GRADIENT, combine_blocks, has_gradients, hidden_parts, watch_blocks
 from joma.watch.blocks import find_blocks
 from joma.watch.collapse import Collapsed, CollapseDetector
 from joma.watch.distributed import find_processes, model_device, reshard, unwrap
@@ -43,7 +43,8 @@ class Recorder(RecorderViews):
     probe that fails does not end the training: it is a `ProbeFailed` warning, and is tried again when next due.
 
     A model in `DistributedDataParallel` or sharded by `fully_shard` is measured by all its processes together: call the
-    recorder on every one of them, each with its own batch. The results are means over all rows, and the same on all.
+    recorder on every one of them, each with its own batch. The results are means over all rows, and the same on all;
+    the ranks of hidden states are means of those of each batch.
 
     Args:
         model: any module that `joma.watch.attention` can watch; wrappers of distributed training are looked through.
@@ -157,17 +158,18 @@ class Recorder(RecorderViews):
             self._give_up("the function `at`", step, error, remedy="it takes a step and returns True or False")
             return False
 
-    def probe(self, step: int) -> dict[str, float]:
+    def probe(self, step: int, *, gradients: bool = True) -> dict[str, float]:
         """Probe now, whether due or not, and return the scalars to log.
 
-        They are {} if this step has been probed already, and if the probe fails.
+        They are {} if this step has been probed already, and if the probe fails. With `gradients=False` the option
+        `gradients` is ignored: after the last `optimizer.zero_grad()` there are none.
         """
         step = whole("step", step, low=0)
         if self._probes and step == self._probes[-1].step:
             return {}
         out_of_memory = False
         try:
-            measurement = self._measure(step)
+            measurement = self._measure(step, gradients)
         except Exception as error:
             self._give_up("a probe", step, error)
             out_of_memory = is_out_of_memory(error)
@@ -190,7 +192,7 @@ class Recorder(RecorderViews):
         """Write the trajectory as netCDF, with provenance; `joma.open_run(path)` reads it."""
         write_recording(Path(path), self.dataset().assign_attrs(provenance()))
 
-    def _measure(self, step: int) -> Measurement:
+    def _measure(self, step: int, with_gradients: bool) -> Measurement:
         """Measure the model; what fails on one process raises an error on all of them."""
         with self._processes.together():
             if self._probes and step < self._probes[-1].step:
@@ -200,12 +202,12 @@ class Recorder(RecorderViews):
         alone = self._processes.count == 1
         with self._processes.together():
             recording, states = self._run("mean" if alone else "none")
-            blocks = hidden_values(states)
+            parts = hidden_parts(states)
             averaged = averages.means(recording) if alone else averages.row_sums(recording)
         if isinstance(averaged, averages.RowSums):
             averaged = averages.combine(averaged, self._processes)
-        blocks = combine_blocks(blocks, self._processes)
-        if self._with_gradients:
+        blocks = combine_blocks(parts, self._processes)
+        if self._with_gradients and with_gradients:
             blocks |= {GRADIENT: self._gradients or self._gradient_norms(step)}
             self._gradients = {}
         return Measurement(*averaged, stable_ranks(self.model, self.weights, self._processes), blocks)

@@ -112,7 +112,7 @@ class Recording(RecordingViews):
         self._model_name = type(model).__name__
         self._passes: list[dict[str, Tensor]] = []  # for each layer [measure, *reduced], in the order of `_stored`
         self._pending: dict[str, _Pending] = {}  # of the current pass
-        self._row_counts: list[tuple[list[str], Tensor]] = []  # of layers that were reduced together
+        self._row_counts: list[tuple[int, list[str], Tensor]] = []  # [computed, layer] of layers reduced together
         self._call_stack: list[Frame] = []
         self._entry_modules: set[str] = set()  # modules that were called from outside during the current pass
         self._thread, self._other_threads = threading.get_ident(), False
@@ -198,10 +198,21 @@ class Recording(RecordingViews):
         """Return how many rows of attention were counted in all passes, by layer."""
         self._reduce_pending()
         rows: dict[str, int] = {}
-        for layers, counts in self._row_counts:
-            for layer, count in zip(layers, counts.tolist(), strict=True):
+        for _, layers, counts in self._row_counts:
+            for layer, count in zip(layers, counts[0].tolist(), strict=True):
                 rows[layer] = rows.get(layer, 0) + count
         return rows
+
+    def pass_row_counts(self) -> Int[np.ndarray, "measure pass layer"]:
+        """Return in how many rows each measure is defined, for each pass and layer of `arrays`."""
+        self._reduce_pending()
+        numbers = [number for number, layers in enumerate(self._passes) if layers]
+        names = list(dict.fromkeys(layer for layers in self._passes for layer in layers))
+        block = np.zeros((len(self._computed), len(numbers), len(names)), dtype=int)
+        for number, layers, counts in self._row_counts:
+            block[:, numbers.index(number), [names.index(layer) for layer in layers]] = counts.cpu().numpy()
+        computed = ("entropy" if name == "effective_tokens" else name for name in self.measures)
+        return block[[self._computed.index(name) for name in computed]]
 
     @property
     def active(self) -> bool:
@@ -357,8 +368,8 @@ class Recording(RecordingViews):
         with torch._C.DisableTorchFunction():  # these are not calls of the model: nothing is to be intercepted
             for labels in groups.values():
                 values = self._stack([pending[label] for label in labels])
-                counts = values[0].isnan().logical_not_().any(dim=2).sum(dim=(1, 2))
-                self._row_counts.append((labels, counts))
+                counts = values.isnan().logical_not_().any(dim=3).sum(dim=(2, 3))
+                self._row_counts.append((len(self._passes) - 1, labels, counts))
                 reduced.update(zip(labels, self._reduce(values).unbind(1), strict=True))
         for label in pending:  # in the order of the calls
             self._passes[-1][label] = reduced[label]

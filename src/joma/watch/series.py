@@ -33,7 +33,7 @@ from joma.watch.adapters import (
     missing_base,
 )
 from joma.watch.byte_ranges import Unreadable, is_storable
-from joma.watch.ignored import FINAL, Ignored, holds_weights, ignored_folders, trainer_step, unread_files
+from joma.watch.ignored import FINAL, Ignored, empty_series, holds_weights, ignored_folders, trainer_step, unread_files
 from joma.watch.locations import CONFIG, Folders, Hub, is_folder
 from joma.watch.step_names import MAX_STEP, read_steps, step_number
 from joma.watch.store import Measure, Store, measure_or_load
@@ -265,8 +265,8 @@ class Checkpoints(Sequence[LazyCheckpoint]):
             self._members = self._named_by_step(available, pattern)
         if not self._members:
             wanted = f"the revisions {', '.join(revisions)}" if revisions else "checkpoints named by their step"
-            got = f"{self.source} with {', '.join(available[:8]) or 'none'}"
-            raise InputError("source", f"a series with {wanted}", got, "give revisions or a pattern")
+            folder = self._location.path if isinstance(self._location, Folders) else None
+            raise empty_series(self.source, wanted, available, folder)
         if isinstance(self._location, Folders):
             folders = {name: self._location.folder(name) for name in self.names}
             self.faults += tuple(map(_ignored_fault, unread_files(self._location.path, folders)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import xarray as xr
 from torch import nn
@@ -81,7 +81,7 @@ class RecordingViews(Displayed):
         """Draw the entropy by layer and head, and the weight on the sinks by layer if it was measured."""
         from joma.watch.figures import draw_recording
 
-        return draw_recording(self.dataset())
+        return draw_recording(self._averaged())
 
     def plot_map(self, layer: str | int, head: int = 0, *, batch: int = 0, **options: Any) -> Figure:
         """Draw the attention map of one head for one sequence of the last pass; other arguments as for `maps`."""
@@ -92,9 +92,19 @@ class RecordingViews(Displayed):
 
     def summary(self) -> Summary:
         """Return the table that `repr` shows: by layer the heads, the entropy with its spread over heads, the rows."""
-        data = _data_or_none(self)
+        data = _data_or_none(self._averaged)
         rows = {} if data is None else self.row_counts()
         return summarise_recording(self._model_name, data, rows, self.not_seen)
+
+    def _averaged(self) -> xr.Dataset:
+        """Return the dataset, its measures by layer and head if rows are averaged: each pass counts by its rows."""
+        from joma.watch.averages import means  # which imports the class of recordings
+
+        data = self.dataset()
+        if data.sizes["pass"] == 1 or "query" in data.dims:
+            return data
+        values = means(cast(Any, self))[1]
+        return data.assign({name: (("layer", "head"), values[str(name)], data[name].attrs) for name in data.data_vars})
 
 
 class RecorderViews(Displayed):
@@ -114,7 +124,7 @@ class RecorderViews(Displayed):
 
     def summary(self) -> Summary:
         """Return the table that `repr` shows: by layer the entropy at the first and at the last probe."""
-        return summarise_trajectory(_class_name(self.model), _data_or_none(self))
+        return summarise_trajectory(_class_name(self.model), _data_or_none(self.dataset))
 
 
 def _class_name(model: nn.Module) -> str:
@@ -123,9 +133,9 @@ def _class_name(model: nn.Module) -> str:
     return name.removeprefix("FSDP") if name.removeprefix("FSDP") in bases else name
 
 
-def _data_or_none(source: RecordingViews | RecorderViews) -> xr.Dataset | None:
+def _data_or_none(dataset: Callable[[], xr.Dataset]) -> xr.Dataset | None:
     """Return the data, or None if nothing was recorded: a `repr` never raises an error."""
     try:
-        return source.dataset()
+        return dataset()
     except (StateError, ValueError):
         return None

@@ -280,7 +280,8 @@ def select_weight_files(
     if len(safetensors) == 1:
         return {safetensors[0]: entries[safetensors[0]]}
     got = ", ".join(sorted(entries)[:5]) or "an empty one"
-    remedy = "download it again or leave it out"
+    several = "name the model's file model.safetensors, or put each checkpoint into a folder named after its step"
+    remedy = several if safetensors else "download it again or leave it out"
     raise Unreadable(checkpoint, f"a checkpoint with {' or '.join(SINGLE)}", got, remedy)
 
 

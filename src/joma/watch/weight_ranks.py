@@ -71,6 +71,10 @@ def stable_ranks(
     parameters = _named(model, names)
     with processes.together():
         failure: Exception | None = None
+        offloaded = next((name for name in names if parameters[name].is_meta), None)
+        if offloaded is not None:
+            remedy = "pass `ranks=False`"
+            raise InputError("ranks", "of weights that are in memory", f"{offloaded}, which is offloaded", remedy)
         for index, name in enumerate(names):
             mine = index % processes.count == processes.rank
             parameter = parameters[name]

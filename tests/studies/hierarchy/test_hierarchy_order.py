@@ -173,7 +173,7 @@ def test_the_order_is_drawn_by_height_and_against_cooccurrence(ideal):
     assert titles((single, full, times)) == [
         "(a)  One layer: low ancestors first",
         "(b)  3 layers: low ancestors first",
-        "(c)  Who meets more often is earlier",
+        "(c)  Pairs that co-occur more come first",
     ]
     for axes in (single, full):
         assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "gain in attention / nats")
@@ -198,8 +198,8 @@ def test_cousins_are_drawn_by_tree_with_their_times_and_layers(ideal):
     curves, centres, layers = study.draw_depth(ideal).axes
     shown = ["deep", "shallow, same ρ", "shallow, same P[l | m]", "deep, siblings"]
     assert titles((curves, centres, layers)) == [
-        "(a)  Cousins: a latent between delays",
-        "(b)  Cousins: when, and in which layer",
+        "(a)  Latents in between delay cousins",
+        "(b)  Cousins come later and in higher layers",
         "(c)  The last gain, by layer",
     ]
     assert labels(curves) == labels(centres) == shown

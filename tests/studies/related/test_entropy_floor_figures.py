@@ -22,6 +22,7 @@ def test_the_floor_and_what_lies_above_it(trajectory):
     lines = [line for line in rows.lines if line.get_marker() in (None, "None", "")]
     assert len(lines) >= trajectory.sizes["key_count"]
     assert "σI, T = 3" in [line.get_label() for line in matrices.lines]
+    assert "No search finds a matrix below σI" in matrices.get_title(loc="left")  # some end above it
     points = [line for line in matrices.lines if line.get_marker() == "o"]
     expected = 1e3 * (trajectory.matrix_lowest.min("seed") - trajectory.mean_floor).sel(matrix_size=3)
     np.testing.assert_allclose(np.asarray(points[0].get_ydata(), dtype=float), expected.values)

@@ -21,6 +21,7 @@ def test_every_panel_has_a_title(trajectory):
     assert all(len(title(panel)) > 8 for panel in draw_losses(trajectory).axes)
     assert [panel.get_title() for panel in draw_matrices(trajectory).axes][:2] == ["|A|: independent", "|A|: rotations"]
     assert set(STUDY.figures) == {"losses", "matrices"}
+    assert "do not commute" in STUDY.figures["losses"].caption  # what their line is: no search covers them
 
 
 def test_the_line_is_the_formula_and_points_are_the_ends(trajectory):
@@ -33,7 +34,9 @@ def test_the_line_is_the_formula_and_points_are_the_ends(trajectory):
 
 def test_training_shows_every_process_once(trajectory):
     labels = ["independent", "rotations", "fixed start", "not commuting", "plain tokens"]
-    assert legend(draw_losses(trajectory).axes[1]) == labels
+    panel = draw_losses(trajectory).axes[1]
+    assert legend(panel) == labels
+    assert panel.get_ylim()[1] >= 2.4  # the legend is above the losses of the later steps
 
 
 def test_a_run_without_that_length_is_drawn(trajectory):

@@ -5,7 +5,7 @@ import pytest
 
 from drawn import legend, series, title
 from joma.studies.related.icl_regression_figures import draw_flows, draw_trained
-from joma.studies.related.icl_regression_measures import is_stuck
+from joma.studies.related.icl_regression_measures import is_behind
 from studies.related.icl_regression_run import SMALL, small_run
 
 
@@ -25,10 +25,21 @@ def test_flows_are_drawn_with_plateaus_closed_forms_and_risks():
         assert panel.get_xscale() == "log"
 
 
+def test_the_legend_of_what_is_learnt_covers_no_curve():
+    panel = draw_flows(small_run().isel(direction=[0, 1, 2] * 3)).axes[1]
+    legend_box = panel.get_legend()
+    assert legend_box is not None
+    panel.figure.canvas.draw()
+    box = legend_box.get_window_extent().transformed(panel.transData.inverted())
+    curves = [line for line in panel.lines if len(line.get_xdata()) > 2]
+    risen = [np.asarray(line.get_xdata())[np.asarray(line.get_ydata()) > box.y0] for line in curves]
+    assert box.x1 < min(times.min() for times in risen if times.size)
+
+
 def test_trained_models_are_drawn_with_stuck_seeds_best_steps_and_softmax():
     run = small_run()
     whole, layers, softmax = draw_trained(run).axes
-    assert f"{int(is_stuck(run).sum())} of 3 wait" in title(whole)
+    assert f"{int(is_behind(run).sum())} of 3 end nearer to plateau 1" in title(whole)
     assert legend(whole) == ["all blocks random", "other blocks zero"]
     drawn = series(layers)
     np.testing.assert_allclose(drawn["best steps of descent"][:, 1], run.best_loss)

@@ -59,10 +59,18 @@ def whole_run(final):
 def test_seeds_are_stuck_if_they_are_nearer_to_the_first_plateau():
     run = whole_run(np.array([0.5, 0.9, 1.4]))
     np.testing.assert_allclose(measures.whole_excess(run, "whole"), [0.0, 0.4, 0.9])
-    np.testing.assert_array_equal(measures.is_stuck(run), [False, False, True])
-    np.testing.assert_array_equal(measures.stuck_share(run), [1.0])
-    with pytest.raises(NotInRun, match="stuck"):
-        measures.stuck_share(whole_run(np.array([0.5, 0.6])))
+    np.testing.assert_array_equal(measures.is_behind(run), [False, False, True])
+    np.testing.assert_array_equal(measures.rank_one_share(run, measures.is_behind(run)), [1.0])
+    early = whole_run(np.array([0.5, 0.6]))
+    with pytest.raises(NotInRun, match="such seed"):
+        measures.rank_one_share(early, measures.is_behind(early))
+
+
+def test_seeds_that_have_left_the_first_plateau_do_not_wait_there():
+    run = whole_run(np.array([0.5, 1.2, 1.45, 1.9, np.nan]))
+    run["plateau_loss"] = ("plateau", [2.0, 1.5, 1.3, 0.5])
+    np.testing.assert_array_equal(measures.is_behind(run), [False, True, True, True, False])
+    np.testing.assert_array_equal(measures.is_waiting(run), [False, False, True, False, False])
 
 
 def test_layers_are_measured_by_what_their_last_step_gains():
@@ -80,6 +88,11 @@ def test_layers_are_measured_by_what_their_last_step_gains():
     np.testing.assert_allclose(measures.transform_gain(run), [0.5, -0.25])
     with pytest.raises(NotInRun, match="several layers"):
         measures.transform_gain(run.isel(layers=[0]))
+    deeper = run.isel(layers=[0, 1, 1]).assign_coords(layers=[1, 2, 3])
+    deeper["descent_loss"][0, 2] = np.nan
+    deeper["layer_loss"][1, 2] = np.nan
+    np.testing.assert_array_equal(np.isnan(measures.layer_excess(deeper)), [True, False])
+    np.testing.assert_array_equal(np.isnan(measures.transform_gain(deeper)), [False, True])
 
 
 def test_softmax_is_compared_with_linear_attention_on_the_same_prompts():

@@ -121,6 +121,8 @@ def test_measures_of_the_full_model():
     assert previous_attention(run).values.tolist() == [0.6]
     np.testing.assert_allclose(one_layer_closed(run), 0.0)
     np.testing.assert_allclose(full_delay(run), np.log([500 / 300, 1000 / 300]))
+    run["full_loss"][2, 1, -1] = np.nan  # one layer, diverged
+    np.testing.assert_array_equal(np.isnan(one_layer_closed(run)), [False, True])
 
 
 def test_a_run_without_a_full_model_or_a_transition_says_so():

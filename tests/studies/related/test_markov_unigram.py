@@ -48,7 +48,7 @@ def test_the_reduced_model_has_the_predicted_rates_and_ends(trajectory):
 def test_the_outcome_counts_what_is_stuck(trajectory):
     sentence = outcome(trajectory)
     assert "8 of 8 transformers trained by SGD stop" in sentence
-    assert "100% from 0.05, 0% from 0.4" in sentence
+    assert "Every one by SGD stops there if initial weights are at most 0.05." in sentence
 
 
 def test_every_field_is_changed_below():

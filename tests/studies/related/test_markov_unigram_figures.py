@@ -32,6 +32,18 @@ def test_losses_have_both_levels_and_all_arms_of_a_chain(trajectory):
     np.testing.assert_allclose(series(shares)["SGD"][:, 0], starts(trajectory).init)
 
 
+def test_the_title_of_a_chain_says_what_the_models_did(trajectory):
+    def titles(loss):
+        return [title(panel).split(": ")[1] for panel in draw_losses(trajectory.assign(loss=loss)).axes[:3]]
+
+    through = trajectory.loss * 0 + trajectory.kernel
+    assert titles(through) == ["all get through"] * 3
+    tied_sgd = (trajectory.tied == 1) & (trajectory.group == "sgd")
+    assert titles(through.where(~tied_sgd, trajectory.unigram)) == ["SGD stays if tied"] * 3
+    half = titles(through.where(~tied_sgd | (trajectory.seed == 0), trajectory.unigram))
+    assert half == ["SGD stays in 50% if tied"] * 3
+
+
 def test_variants_are_named_at_their_ends(trajectory):
     fates, _, variants = draw_curvature(trajectory).axes
     assert [label.get_text() for label in variants.get_yticklabels()] == ["adam", "norm", "deep-sgd"]

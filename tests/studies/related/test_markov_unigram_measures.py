@@ -63,6 +63,18 @@ def test_a_diverged_model_is_neither_stuck_nor_through(run):
     assert np.isnan(measures.is_stuck(run)[0, 0])
 
 
+def test_a_diverged_arm_is_not_left_out_of_the_largest_distance(run):
+    both = xr.concat([run, run], dim="arm", data_vars="minimal").assign_coords(arm=[str(i) for i in range(10)])
+    both["loss"][0, 0, -1] = np.nan  # tied
+    both["loss"][1, 1, -1] = np.nan  # untied
+    np.testing.assert_array_equal(np.isnan(measures.from_unigram(both)), [True, False])
+    np.testing.assert_array_equal(np.isnan(measures.above_kernel(both)), [False, True])
+    run["reduced_rate"][0, 0] = np.nan
+    run["reduced_loss"][1, 0, 0] = np.nan
+    assert np.isnan(measures.rate_error(run))
+    np.testing.assert_array_equal(np.isnan(measures.reduced_error(run)), [False, True])
+
+
 def test_fates_are_compared_with_the_sign_of_the_curvature(run):
     assert measures.fate_is_predicted(run).values.tolist() == [1, 1]
     run["curvature"][1, 0, 0] = -1.0

@@ -104,7 +104,7 @@ def test_the_same_config_gives_the_same_run():
 
 
 def test_every_claim_has_a_short_statement_and_its_quantity():
-    assert {claim.kind for claim in STUDY.claims} == {"theorem", "reading", "control", "check"}
+    assert {claim.kind for claim in STUDY.claims} == {"reading", "control", "check"}  # limits at a finite time
     for claim in STUDY.claims:
         assert len(claim.statement) <= 110, claim.name
         assert claim.quantity, claim.name

@@ -5,6 +5,7 @@ import pytest
 import xarray as xr
 
 from joma.studies.related import max_margin_measures as measures
+from joma.studies.related.max_margin import STUDY
 from joma.study import NotInRun
 
 
@@ -53,6 +54,18 @@ def test_the_larger_of_both_starts_counts(run):
     np.testing.assert_array_equal(measures.global_share(run), [0.5, 0.0])
     np.testing.assert_array_equal(measures.descent_ratio(run, "equal"), [2.0, 2.0])
     assert measures.log_time_range(run, 1) == (2.0, 2.0)
+
+
+def test_a_start_without_an_answer_is_not_left_out(run):
+    run["half_slope_error"][0, 1, 0] = np.nan
+    run["slope_error"][0, 0, 1, -1] = np.nan
+    run["trained_gap"][1, 1, -1] = np.nan
+    run["descent_distance"][1, 1, 0] = np.nan
+    (trained,) = (claim.measure(run) for claim in STUDY.claims if claim.name == "trained")
+    np.testing.assert_array_equal(np.isnan(measures.direction_error(run)), [True, False])
+    np.testing.assert_array_equal(np.isnan(measures.late_direction_error(run)), [False, True])
+    np.testing.assert_array_equal(np.isnan(measures.trained_cosine(run)), [False, True])
+    np.testing.assert_array_equal(np.isnan(trained), [True, False])
 
 
 def test_training_is_compared_where_no_sequence_is_lost(run):

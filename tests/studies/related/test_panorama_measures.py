@@ -96,6 +96,30 @@ def test_the_p_value_is_exact():
     assert np.mean(np.array(shares) <= 0.05) <= 0.05
 
 
+def test_models_of_one_family_count_once():
+    rising, flat = [0.2, 0.3, 0.4, 0.5, 0.6], [0.2] * 5
+    alone = {"scan_snap": curve(DOWN, sink=rising), "text": curve(BACK, sink=flat), "overlap": curve(BACK, sink=flat)}
+    pairs = {
+        **alone, "block": curve(DOWN, sink=rising), "block_gelu": curve(DOWN, sink=rising),
+        "overlap_gelu": curve(BACK, sink=flat),
+    }  # fmt: skip
+    one_block = {name: part for name, part in pairs.items() if name not in ("block_gelu", "overlap_gelu")}
+    expected = measures.sink_p_value(trained(**one_block))
+    assert expected == pytest.approx(1 / 6)
+    assert measures.sink_p_value(trained(**pairs)) == pytest.approx(expected)  # of six models by themselves it is 1/20
+
+
+def test_members_of_a_family_with_different_labels_count_apart():
+    values, labels = {"text": 0.5, "entropy-floor": 0.1, "addition": 0.2}, {"text": True, "entropy-floor": False}
+    assert measures.by_family(values, {**labels, "addition": False}) == ([0.5, 0.1, 0.2], [True, False, False])
+
+
+def test_worlds_of_the_ladder_are_no_evidence_for_its_rule():
+    world = trained(overlap=curve(BACK), overlap_gelu=curve(BACK))
+    assert verdicts(world)["dense-minimum"] == "not tested"
+    assert verdicts(xr.merge([world, stored(sparse_dense=curve(BACK))]))["dense-minimum"] == "holds"
+
+
 def test_verdicts_where_the_rule_is_true(run):
     judged = verdicts(run.drop_sel(trained_source="scan-snap"))
     true = ("falls-first", "no-minimum", "dense-minimum", "rule-better", "rank-falls", "sink-mirrors")

@@ -1,5 +1,7 @@
 """The table of what the theories predict."""
 
+from collections import defaultdict
+
 import pytest
 
 from joma.studies.related.panorama_sources import MINIMA, SOURCES, STORED, TRAINED
@@ -11,6 +13,16 @@ def test_every_source_is_declared_once_with_a_reason():
     for source in SOURCES.values():
         assert source.minimum in MINIMA
         assert source.reason
+
+
+def test_families_have_several_members_whose_minimum_is_of_one_kind():
+    families = defaultdict(list)
+    for source in SOURCES.values():
+        families[source.family].append(source)
+    assert families.pop("")
+    for members in families.values():
+        assert len(members) > 1
+        assert len({(source.minimum, source.from_ladder) for source in members}) == 1
 
 
 @pytest.mark.parametrize(

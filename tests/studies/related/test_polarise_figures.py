@@ -23,6 +23,13 @@ def test_the_panels_show_orbit_law_targets_and_rates(trajectory):
     np.testing.assert_allclose(series(law)["3 tokens"][:, 1], ratio)
     predicted = series(targets)["orbit, mean over seeds"][:, 1]
     np.testing.assert_allclose(predicted, trajectory.predicted_entropy.mean("seed"))
+    first = trajectory.isel(seed=0, point=-1)
+    for label, name in {"law, ln t": "fixed_law", "law, 2 ln ln t": "trained_law"}.items():
+        line = series(rates)[label]
+        assert len(line) > trajectory.sizes["point"]
+        at_the_end = np.interp(float(first.log_time), *line.T)
+        np.testing.assert_allclose(at_the_end, float(first[name]), rtol=1e-3)
+    assert len(series(margins)["square loss"]) == trajectory.sizes["time"]
     assert legend(rates) == ["law, ln t", "fixed values", "law, 2 ln ln t", "trained values"]
     assert all(
         len(title(panel)) > 10 and panel.get_xlabel() and panel.get_ylabel() for panel in draw_orbit(trajectory).axes

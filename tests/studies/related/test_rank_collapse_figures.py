@@ -14,6 +14,9 @@ def test_panels_show_the_run():
     median = -trajectory.log10_relative.sel(arm="attention").isel(layer=slice(1, None)).median("seed")
     drawn = next(line for line in left.lines if line.get_marker() == "o")
     np.testing.assert_allclose(np.asarray(drawn.get_ydata(), dtype=float), median.values)
+    cubic = next(line for line in right.lines if line.get_label() == "cubic law through the smallest")
+    smallest = 10 ** float(trajectory.log10_output.sortby("size").isel(size=0).mean("seed"))
+    np.testing.assert_allclose(np.asarray(cubic.get_ydata(), dtype=float)[0], smallest)
     assert len(scores.lines) == trajectory.sizes["score_scale"] + 1
 
 

@@ -129,15 +129,18 @@ def test_a_difference_within_the_spread_of_seeds_is_no_definitive_evidence():
     assert record["verdict"] == "not tested"
     assert record["reason"].startswith("undecided: the 95 % interval over seeds, -0.1")
     assert verdicts(run)["slices-without"] == "holds"  # by correlation nothing has changed
-    assert addition.outcome(run).endswith("by +0.04 (95 % interval -0.11 to +0.19) by CKA: no definitive evidence.")
+    assert addition.outcome(run).endswith(
+        "by +0.04 (95 % interval -0.11 to +0.19) if measured by CKA: no definitive evidence."
+    )
 
 
 def test_the_outcome_has_the_numbers_of_the_run():
     text = addition.outcome(ideal_run(accuracy={"none causal": 0.874, "none full": 0.0512}))
     assert text == (
-        "Without encoding, 87 % of unseen sums are right under a causal mask and 5 % under a full one, where 5.3 % is "
-        "the most that is possible without order. Residual connections change how often a location stays most "
-        "similar to itself by +0.60 by correlation and by +0.60 (95 % interval +0.60 to +0.60) by CKA."
+        "Without encoding, 87 % of unseen sums are right under a causal mask and 5 % under a full one; without "
+        "order at most 5.3 % are possible. With residual connections the share of locations that stay most similar to "
+        "themselves changes by +0.60 if measured by correlation, and by +0.60 (95 % interval +0.60 to +0.60) if "
+        "measured by CKA."
     )
     assert "interval" not in addition.outcome(ideal_run().isel(seed=[0]))
     with pytest.raises(NotInRun):

@@ -12,6 +12,9 @@ from joma.arguments import InputError
 from joma.studies.text.bounce_cause import (
     CLAIMS,
     KEEPS_MOST_OF,
+    LATE_CLAIMS,
+    LATE_LESS,
+    LATE_MOST,
     LESS,
     NO_RETURN,
     PAPER_ARMS,
@@ -133,7 +136,7 @@ def test_arms_of_one_model_start_as_the_unchanged_model_does():
 
 
 def test_every_claim_about_an_arm_is_decided_by_a_preset():
-    named = {*RETURNS, *NO_RETURN, *KEEPS_MOST_OF, *KEEPS_MOST_OF.values(), *LESS}
+    named = {*RETURNS, *NO_RETURN, *KEEPS_MOST_OF, *KEEPS_MOST_OF.values(), *LESS, *LATE_MOST, *LATE_LESS}
     assert named <= {*ARMS}
     assert named - {UNCHANGED} <= {*PAPER_ARMS, *QUICK_ARMS}
 
@@ -156,7 +159,8 @@ def test_the_reading_is_judged_by_the_linear_arm(recoveries, expected):
 @pytest.mark.parametrize(
     ("recoveries", "expected"),
     [
-        ((-0.3, -0.3), ("holds", "holds")),
+        ((0.0, 0.0), ("holds", "holds")),
+        ((-0.3, -0.3), ("not tested", "not tested")),  # still falling
         ((0.3, 0.31), ("does not hold", "holds")),
         ((0.8, 0.81), ("does not hold", "does not hold")),
     ],
@@ -164,6 +168,17 @@ def test_the_reading_is_judged_by_the_linear_arm(recoveries, expected):
 def test_the_value_path_is_judged_by_noise_and_by_half_of_the_recovery(recoveries, expected):
     run = without_noise(free=(0.8, 0.81), value_path=recoveries)
     assert (verdict(run, "stays-value-path"), verdict(run, "less-value-path")) == expected
+
+
+def test_the_late_recovery_of_arms_is_judged_beside_the_whole_one():
+    run = without_noise(free=(0.8, 0.81), linear=(0.7, 0.71), mlp=(0.7, 0.71), value_path=(0.0, 0.0))
+    records = judged(run)
+    late = {claim.name: records[claim.name]["verdict"] for claim in LATE_CLAIMS}
+    assert late == {
+        "late-most-linear": "holds", "late-most-mlp": "holds", "late-less-value-path": "holds",
+        "late-less-no-positions": "not tested", "late-less-dropout-none": "not tested", "late-memorised": "not tested",
+    }  # fmt: skip
+    assert records["late-less-no-positions"]["reason"] == "this run has no arm no-positions"
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,13 @@ from joma.studies.text.bounce_cause_measures import (
     excess_loss,
     final_position_entropy,
     half_margin,
+    less_than_half,
     memorised_return,
     p_value,
+    recovery,
     recovery_difference,
     relative_return,
+    settled_return,
     share,
     start_difference,
 )
@@ -43,7 +46,7 @@ def made_up(noise=1e-3, **recoveries):
         ("arm", "seed", "step", "layer", "head"),
     )
     measures, train = bounces(entropy), bounces(entropy)
-    run = xr.Dataset({"entropy": entropy}).merge(measures)
+    run = xr.Dataset({"entropy": entropy, f"{TRAIN}entropy": entropy}).merge(measures)
     return run.merge(train.rename({name: f"{TRAIN}{name}" for name in train}))
 
 
@@ -96,6 +99,83 @@ def test_there_is_no_share_of_a_recovery_that_noise_explains():
         half_margin(run, "linear")
     with pytest.raises(NotInRun, match="arm mlp"):
         half_margin(run, "mlp")
+
+
+def judged_anew(run, name, curve):
+    """The run with another curve [step] of an arm in all seeds, and its measures."""
+    run = run.copy(deep=True)
+    run.entropy.loc[{"arm": name}] = curve[:, None, None]
+    return run.assign(bounces(run.entropy))
+
+
+def test_an_arm_that_never_fell_keeps_no_small_part_of_the_recovery():
+    run = judged_anew(made_up(free=(0.8, 0.8), query_key=(0.0, 0.0)), "query-key", 2.0 - 0.002 * STEPS)
+    assert (half_margin(run, "query-key") < -0.3).all()
+    with pytest.raises(NotInRun, match="fall of entropy by 5 % in every seed of arm query-key"):
+        less_than_half(run, "query-key")
+
+
+def test_entropy_that_is_still_falling_does_not_show_that_it_stays_low():
+    run = made_up(free=(0.8, 0.8), value_path=(0.0, 0.0))
+    falling = judged_anew(run, "value-path", 2.0 - STEPS / 39)
+    for measure in (less_than_half, settled_return):
+        with pytest.raises(NotInRun, match="arm value-path whose entropy stopped falling"):
+            measure(falling, "value-path")
+        assert (measure(run, "value-path") < 0.05).all()
+        with pytest.raises(NotInRun, match="arm mlp"):
+            measure(run, "mlp")
+
+
+def test_entropy_that_came_back_and_falls_again_is_not_still_falling():
+    curve = fall_and_return(0.8) - 0.03 * np.maximum(STEPS - 30, 0)
+    run = judged_anew(made_up(free=(0.8, 0.8), value_path=(0.0, 0.0)), "value-path", curve)
+    np.testing.assert_allclose(less_than_half(run, "value-path"), half_margin(run, "value-path"))
+    assert (settled_return(run, "value-path") > 0.05).all()
+
+
+@pytest.mark.parametrize(("pace", "falling"), [(0.9, False), (1.1, True)])
+def test_a_fall_counts_as_going_on_if_at_its_pace_it_would_be_visible_in_as_many_steps_again(pace, falling):
+    """Four probes are a tenth of the steps: 5 % of the start, 2 nats, in 39 steps are a tenth of that in 3.9."""
+    curve = fall_and_return(0.0) - pace * 0.05 * 2.0 / 40 * np.maximum(STEPS - 25, 0)
+    run = judged_anew(made_up(free=(0.8, 0.8), value_path=(0.0, 0.0)), "value-path", curve)
+    assert float(run.turn.sel(arm="value-path")[0]) == STEPS[-1]
+    if falling:
+        with pytest.raises(NotInRun, match="stopped falling"):
+            settled_return(run, "value-path")
+    else:
+        assert (settled_return(run, "value-path") < 0.05).all()
+
+
+def with_dip(run):
+    """The run with probes at logarithmic steps before the first, which see entropy dip below its later minimum."""
+    dip = xr.DataArray([0.0, 0.0, -1.8, 0.0], dims="step")
+    early = run.entropy.isel(step=[0] * 4).assign_coords(step=[0, 1, 2, 4]) + dip
+    late = run.entropy.assign_coords(step=8 * (1 + STEPS))
+    entropy = xr.concat([early, late], "step").transpose("arm", "seed", "step", "layer", "head")
+    measures = bounces(entropy)
+    on_training_text = measures.rename({name: f"{TRAIN}{name}" for name in measures})
+    return xr.Dataset({"entropy": entropy, f"{TRAIN}entropy": entropy}).merge(measures).merge(on_training_text)
+
+
+@pytest.mark.parametrize("text", ["", TRAIN])
+def test_a_late_recovery_leaves_out_the_dip_of_the_first_steps(text):
+    recoveries = {"free": (0.8, 0.8), "value_path": (0.0, 0.0), "linear": (0.7, 0.7)}
+    run = with_dip(made_up(noise=0.0, **recoveries))
+    assert (recovery(run, "value-path", text) > 0.7).all()
+    for name, sizes in recoveries.items():
+        np.testing.assert_allclose(recovery(run, name.replace("_", "-"), text, late=True), sizes, atol=1e-12)
+    np.testing.assert_allclose(less_than_half(run, "value-path"), [0.8 - 1.6 / 2] * 2, atol=1e-12)
+    np.testing.assert_allclose(less_than_half(run, "value-path", late=True), [-0.4, -0.4], atol=1e-12)
+    np.testing.assert_allclose(half_margin(run, "linear", late=True), [0.3, 0.3], atol=1e-12)
+
+
+def test_probes_that_are_nowhere_evenly_spaced_show_no_late_recovery():
+    run = made_up(free=(0.8, 0.8))
+    uneven = run.assign_coords(step=STEPS**2)
+    with pytest.raises(NotInRun, match="probes that are evenly spaced"):
+        recovery(uneven, "free", late=True)
+    cut_off = run.assign_coords(step=np.append(4 * STEPS[:-1], 4 * STEPS[-2] + 1))
+    np.testing.assert_allclose(recovery(cut_off, "free", late=True), run.recovery.sel(arm="free"))
 
 
 def with_best(run, end, fresh):

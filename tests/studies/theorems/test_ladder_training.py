@@ -16,7 +16,9 @@ from joma.studies.theorems.ladder_task import Task, TrainedLadderConfig
 from joma.studies.theorems.ladder_training import (
     CLAIMS,
     bounced,
+    growth_ratio,
     judged_trajectory,
+    long_enough,
     outcome,
     product_excess,
     settled_share,
@@ -140,6 +142,16 @@ def test_measures_of_drawn_curves(curve, kind, share, bounces, falling):
         assert float(settled_share("base")(drawn({"base": (curve, kind)}))[0]) == pytest.approx(share)
 
 
+def test_an_arm_whose_loss_never_falls_was_not_trained_long_enough():
+    run = drawn({"all-free": ("falls", "fast"), "all-product": ("falls", "fast")})
+    run = run.assign(trained_loss=xr.ones_like(run.trained_loss))
+    trajectory = judged_trajectory(run, "all-free")
+    assert np.isnan(step_of_fall(trajectory)).all()
+    assert not long_enough(trajectory).any()
+    with pytest.raises(NotInRun, match="arm all-free whose loss falls"):
+        growth_ratio(run)
+
+
 def test_an_arm_is_judged_at_the_rate_of_the_lowest_loss_at_which_no_seed_diverged():
     run = drawn({"base": ("returns", "fast"), "product": ("stays low", "fast")}, rates=(1.0, 3.0, 9.0))
     run.trained_loss.loc[{"arm": "base", "trained_step": 1000}] = [[0.3, 0.2, np.nan]]
@@ -214,7 +226,7 @@ def test_the_claims_on_speed_compare_arms_and_the_optimum():
     }  # fmt: skip
     for name, value in expected.items():
         assert float(measured[name].measure(run)[0]) == pytest.approx(value)
-    assert "free logits regain 0% of their fall, and 40%" in outcome(run)
+    assert "free logits regain 0 % of their fall, and 40 %" in outcome(run)
     brief = drawn(SPEED | {"all-product": ("returns", "slow"), "all-frozen": ("falls", "slow")})
     for name, arm in {"speed-product": "all-product", "early-weights": "all-frozen"}.items():
         with pytest.raises(NotInRun, match=f"arm {arm} that was trained for ten times as long"):

@@ -31,7 +31,7 @@ def test_every_arm_has_a_panel_with_its_seeds_and_its_verdict(arms):
         for line, curve in zip(panel.lines, run.trained_entropy.sel(arm=arm, rate=1.0).values, strict=True):
             np.testing.assert_allclose(line.get_xydata(), np.stack([STEPS[1:], curve[1:]], axis=-1))
         (note,) = panel.texts
-        assert note.get_text().startswith("3/3 bounce\nregains ")
+        assert note.get_text().startswith("3 of 3 come back\nregains ")
     assert [bool(panel.get_xlabel()) for panel in shown] == [
         number >= len(arms) - min(COLUMNS, len(arms)) for number in range(len(arms))
     ]
@@ -43,7 +43,7 @@ def test_arms_that_diverge_and_that_still_fall_are_named():
     run.trained_entropy.loc[{"arm": "product", "seed": 2, "trained_step": 1000}] = 0.1
     diverged, product = (panel.texts[0].get_text() for panel in draw_arms(run).axes)
     assert diverged == "diverged"
-    assert product.startswith("2/3 bounce, 1 still fall")
+    assert product.startswith("2 of 3 come back, 1 still falling")
 
 
 def test_speed_is_drawn_beside_the_optimum():

@@ -429,7 +429,7 @@ def draw_training(run: xr.Dataset) -> Figure:
             xlabel="step + 1", ylabel="alignment", xscale="log", title=f"Alignment of latents s = {layer}"
         )
     axes[0, 2].axhline(
-        float(first.accuracy_cap.mean()), color="0.5", linestyle=":", label="cap: classes that are twins"
+        float(first.accuracy_cap.mean()), color="0.5", linestyle=":", label="cap: some classes look alike"
     )
     axes[0, 2].set(xlabel="step + 1", ylabel="accuracy", xscale="log", title="Accuracy and its cap", ylim=(0, 1.05))
     axes[0, 2].legend(loc="lower right")

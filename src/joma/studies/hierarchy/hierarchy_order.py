@@ -313,7 +313,7 @@ def draw_order(run: xr.Dataset) -> Figure:
         label = f"{layers} layer{'s' * (layers > 1)}: {float(association.order_of_times(run, layers).mean()):.2f}"
         measured(axes[0, 2], cooccurrence, times, index, label, markersize=6)
     axes[0, 2].set(xlabel="co-occurrence P[l | m], Theorem 5", ylabel="odds doubled at step")
-    axes[0, 2].set_title("Who meets more often is earlier")
+    axes[0, 2].set_title("Pairs that co-occur more come first")
     axes[0, 2].set_ylim(0, None)
     axes[0, 2].legend(title="rank correlation", title_fontsize=8, loc="lower left")
     letters(axes)
@@ -342,11 +342,13 @@ def draw_depth(run: xr.Dataset) -> Figure:
         theory(axes[0, 2], run.layer, gain_by_layer.mean("seed"), index, linewidth=0.8)
         measured(axes[0, 2], run.layer, gain_by_layer.transpose("seed", "layer"), index, label)
     axes[0, 0].axhline(DOUBLED, color="0.4", linewidth=0.8)
-    axes[0, 0].set(xlabel="step", ylabel="gain in attention / nats", title="Cousins: a latent between delays")
+    axes[0, 0].set(xlabel="step", ylabel="gain in attention / nats", title="Latents in between delay cousins")
     _leave_room_for_legend(axes[0, 0])
     axes[0, 0].legend(loc="upper left")
     axes[0, 1].set(
-        xlabel="odds doubled at step", ylabel="centre of the gain / layer", title="Cousins: when, and in which layer"
+        xlabel="odds doubled at step",
+        ylabel="centre of the gain / layer",
+        title="Cousins come later and in higher layers",
     )
     axes[0, 1].legend(loc="best")
     axes[0, 2].axhline(0, color="0.4", linewidth=0.8)

@@ -40,7 +40,7 @@ def _draw_matrices(panel: Axes, run: xr.Dataset) -> None:
         theory(panel, norms, 1e3 * above, index, f"σI, T = {size}")
         measured(panel, run.spectral_norm, 1e3 * lowest.sel(matrix_size=size), index)
     panel.set(xlabel="spectral norm σ", ylabel="above our bound / 0.001 nats")
-    panel.set_title("Over matrices searches end at σI")
+    panel.set_title("No search finds a matrix below σI")
     panel.legend()
 
 

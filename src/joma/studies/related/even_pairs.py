@@ -65,7 +65,8 @@ PHASES = (
         log_growth,
         between(0.8, 1.1),
         kind="reading",
-        quantity="d‖u‖/d ln t over ‖û‖, the SVM of the final attention outputs, over the last 1.5 decades",
+        quantity="d‖u‖/d ln t over ‖û‖, the SVM of the final attention outputs, over the last 1.5 decades, of the "
+        "layer trained up to one length; the bounds are ours",
     ),
     Claim(
         "margin-direction",
@@ -73,7 +74,8 @@ PHASES = (
         lambda run: fastest(run).cosine,
         at_least(0.97),
         kind="reading",
-        quantity="cosine of u with the SVM direction at the end",
+        quantity="cosine of u with the SVM direction at the end, of the layer trained up to one length; the bound is "
+        "ours",
     ),
     Claim(
         "loss-power",
@@ -99,7 +101,7 @@ PHASES = (
         at_most(0.2),
         kind="control",
         quantity="largest over smallest mean error of even pairs times ‖u‖², less 1, over the last two decades of the "
-        "flow; largest over worlds",
+        "flow; largest over worlds, and the bound is ours",
     ),
     Claim(
         "square-growth",
@@ -121,7 +123,7 @@ PHASES = (
     Claim(
         "ledger",
         "Theorem 1's softmax ledger holds for this layer.",
-        lambda run: float(run.theorem_1_residual.max()),
+        lambda run: float(run.theorem_1_residual.max(skipna=False)),
         at_most(1e-5),
         kind="theorem",
         quantity="relative error of Σ_m W_m predicted from u with drift and gap, at the end of the flow; largest over "
@@ -131,11 +133,11 @@ PHASES = (
 PARITY = (
     Claim(
         "parity-direct",
-        "One layer that is trained on parity directly is right about every second sequence.",
+        "One layer that is trained on parity directly gets only half of the sequences right.",
         lambda run: fastest(run, "parity").accuracy,
-        at_most(0.6),
+        between(0.4, 0.6),
         kind="reading",
-        quantity="accuracy on all sequences of lengths 2 and more",
+        quantity="accuracy on all sequences of lengths 2 and more; the bounds are ours",
     ),
     Claim(
         "parity-chain",

@@ -199,7 +199,7 @@ CLAIMS = (
         "Trained linear attention reaches the loss (d − 1)/(T + d − 2).",
         lambda run: from_formula(run, "unitary"),
         at_most(0.003),
-        kind="theorem",
+        kind="control",
         quantity="largest distance of the exact loss at the end from the formula, over lengths",
     ),
     Claim(
@@ -207,7 +207,7 @@ CLAIMS = (
         "Trained matrices are diagonal in the eigenbasis.",
         lambda run: diagonal_error(run, "unitary"),
         at_most(0.02),
-        kind="theorem",
+        kind="control",
         quantity="largest entry off the diagonal over the largest on it, of A and of B, over lengths",
     ),
     Claim(
@@ -215,7 +215,7 @@ CLAIMS = (
         "Training finds one step of gradient descent, with step size 1/(T + d − 2).",
         lambda run: step_error(run, "unitary"),
         at_most(0.02),
-        kind="theorem",
+        kind="reading",
         quantity="largest |a_i b_i (T + d − 2) − 1| at the end, over coordinates and lengths",
     ),
     Claim(
@@ -228,7 +228,7 @@ CLAIMS = (
     ),
     Claim(
         "plain",
-        "Without augmented tokens one layer predicts no better than zero does.",
+        "Without augmented tokens one layer does no better than predicting zero.",
         lambda run: 1 - of_process(run, "plain").loss.isel(record=-1, arm=0),
         at_most(1e-8),
         kind="theorem",
@@ -246,7 +246,7 @@ CLAIMS = (
     ),
     Claim(
         "rotations",
-        "Conjugate pairs of eigenvalues, as of real rotations, change nothing of the least loss.",
+        "Conjugate pairs of eigenvalues, as real rotations have, do not change the least loss.",
         lambda run: from_searched_formula(run, "rotations"),
         at_most(1e-8),
         kind="control",
@@ -288,7 +288,7 @@ def outcome(run: xr.Dataset) -> str:
     scalar_loss = float(of_process(run, HAAR).best_scalar_loss.mean())
     return (
         f"Trained losses are within {float(from_formula(run, 'unitary').max()):.1g} of (d − 1)/(T + d − 2), and step "
-        f"sizes within {float(step_error(run, 'unitary').max()):.1%} of 1/(T + d − 2). At T = "
+        f"sizes within {100 * float(step_error(run, 'unitary').max()):.1f} % of 1/(T + d − 2). At T = "
         f"{int(of_process(run, 'fixed').length[0])} the formula is {formula:.4f}; real rotations reach "
         f"{means['rotations']:.4f}, sequences with a fixed start {means['fixed']:.4f}, tokens without the one before "
         f"{means['plain']:.4f}. Matrices that do not commute reach {means[HAAR]:.4f}, the best step of gradient "
@@ -326,7 +326,8 @@ STUDY = Study(
             figures.draw_losses,
             "(a) Loss of trained layers by the length of the context; line: (d − 1)/(T + d − 2). (b) Loss over "
             "training, all arms of one length; bands from the least to the greatest seed, dotted line: the formula. "
-            "(c) Where the arms of this length end, and the least loss that a search finds (lines).",
+            "(c) Where the arms of this length end. Black lines: the least loss that a search finds, where its "
+            "matrices are of the same size, and for matrices that do not commute the best multiples of the identity.",
         ),
         "matrices": Drawing(
             figures.draw_matrices,

@@ -9,7 +9,7 @@ import xarray as xr
 from joma.studies.related import icl_regression_figures as figures
 from joma.studies.related import icl_regression_flows as flows
 from joma.studies.related import icl_regression_training as training
-from joma.studies.related.icl_regression_measures import CLAIMS, is_stuck, relative_width, seen
+from joma.studies.related.icl_regression_measures import CLAIMS, is_behind, is_waiting, relative_width, seen
 from joma.study import Context, Drawing, Preset, Study
 
 
@@ -33,8 +33,9 @@ def outcome(run: xr.Dataset) -> str:
         f"Heads of rank one wait at {100 * float(seen(run, 'rank one').mean()):.0f} % of the plateaus, one head of "
         f"full rank at {100 * float(seen(run, 'full rank').mean()):.0f} %. With merged keys and queries the fall takes "
         f"{float(relative_width(run)[-1]):.2f} of its half time from the smallest start. From random whole matrices "
-        f"{int(is_stuck(run).sum())} of {run.sizes['seed']} seeds wait at the first plateau. {deepest} layers reach a "
-        f"loss of {float(run.descent_loss.isel(layers=-1).mean()):.3f} as steps of descent (best: "
+        f"{int(is_waiting(run).sum())} of {run.sizes['seed']} seeds end at the first plateau, and "
+        f"{int(is_behind(run).sum())} nearer to it than to the optimum. {deepest} layers reach a loss of "
+        f"{float(run.descent_loss.isel(layers=-1).mean()):.3f} as steps of descent (best: "
         f"{float(best[-1]):.3f}) and {float(transformed[-1]):.3f} if they transform x as well."
     )
 

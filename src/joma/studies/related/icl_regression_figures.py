@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from joma.drawing import COLOURS, canvas, letters, measured, theory
-from joma.studies.related.icl_regression_measures import is_stuck
+from joma.studies.related.icl_regression_measures import is_behind
 
 MANY_SEEDS = 8  # lines of single seeds that a panel shows
 FORM_LABELS = {"rank one": "heads of rank one", "full rank": "one head, full rank", "low rank": "one head, low rank"}
@@ -60,7 +60,7 @@ def _draw_learnt(panel: Axes, run: xr.Dataset) -> None:
         _seed_lines(panel, run.separate_time[1:], shares, direction, label)
     panel.axhline(1.0, color="0.5", linewidth=0.7, linestyle=":")
     panel.set(xscale="log", xlabel="time", ylabel=r"$G_{ii} / \gamma_i$", title="Large variance is learnt first")
-    panel.legend(loc="upper left", fontsize=7, ncols=2 if run.sizes["direction"] > 5 else 1)
+    panel.legend(loc="upper left", fontsize=7)  # one column: nothing is learnt at early times
 
 
 def _draw_aligned(panel: Axes, run: xr.Dataset) -> None:
@@ -105,8 +105,8 @@ def _draw_whole(panel: Axes, run: xr.Dataset) -> None:
         _seed_lines(
             panel, run.whole_step, loss.sel(whole_blocks=blocks), index, label, style="-" if index == 1 else "--"
         )
-    waiting = int(is_stuck(run).sum())
-    title = f"SGD: {waiting} of {run.sizes['seed']} wait at plateau 1"
+    behind = int(is_behind(run).sum())
+    title = f"SGD: {behind} of {run.sizes['seed']} end nearer to plateau 1"
     panel.set(xlabel="step", ylabel="loss above the best step", title=title)
     panel.legend(loc="upper right", fontsize=7)
 

@@ -75,22 +75,32 @@ def whole_excess(run: xr.Dataset, blocks: str) -> xr.DataArray:
     return (loss - run.one_step_loss) / float(run.plateau_loss[1] - run.plateau_loss[-1])
 
 
-def is_stuck(run: xr.Dataset) -> xr.DataArray:
+def is_behind(run: xr.Dataset) -> xr.DataArray:
     """Return the seeds that end nearer to the first plateau than to the optimum, from random whole matrices."""
     return whole_excess(run, "whole") > 0.5
 
 
-def stuck_share(run: xr.Dataset) -> xr.DataArray:
-    """Return the share of the rank-one product in what the stuck seeds have learnt."""
-    stuck = is_stuck(run)
-    if not bool(stuck.any()):
-        raise NotInRun("seed that is stuck")
-    return run.rank_one_share.isel(whole_heads=0).where(stuck, drop=True)
+def is_waiting(run: xr.Dataset) -> xr.DataArray:
+    """Return the seeds that end at the first plateau, nearer to it than to any other, from random whole matrices."""
+    plateaus = (run.plateau_loss - run.plateau_loss[-1]) / float(run.plateau_loss[1] - run.plateau_loss[-1])
+    excess = whole_excess(run, "whole").fillna(-np.inf)  # a diverged seed waits nowhere
+    return abs(excess - plateaus).argmin("plateau") == 1
+
+
+def rank_one_share(run: xr.Dataset, chosen: xr.DataArray) -> xr.DataArray:
+    """Return the share of the rank-one product in what the chosen seeds have learnt."""
+    if not bool(chosen.any()):
+        raise NotInRun("such seed")
+    return run.rank_one_share.isel(whole_heads=0).where(chosen, drop=True)
 
 
 def layer_excess(run: xr.Dataset) -> xr.DataArray:
-    """Return what trained layers lose to the best steps, as a share of what the last step gains, per seed."""
-    return ((run.descent_loss - run.best_loss) / (run.previous_loss - run.best_loss)).max("layers")
+    """Return what trained layers lose to the best steps, as a share of what the last step gains; the most, per seed.
+
+    It is NaN if the training of any number of layers diverged.
+    """
+    excess = (run.descent_loss - run.best_loss) / (run.previous_loss - run.best_loss)
+    return excess.max("layers", skipna=False)
 
 
 def transform_gain(run: xr.Dataset) -> xr.DataArray:
@@ -99,7 +109,7 @@ def transform_gain(run: xr.Dataset) -> xr.DataArray:
     if not several.sizes["layers"]:
         raise NotInRun("model of several layers")
     loss = several.layer_loss.sel(layer_blocks="transform").isel(layer_step=-1)
-    return (1 - loss / several.best_probe_loss).min("layers")
+    return (1 - loss / several.best_probe_loss).min("layers", skipna=False)
 
 
 def softmax_excess(run: xr.Dataset, heads: int) -> xr.DataArray:
@@ -205,6 +215,14 @@ FLOW_CLAIMS = (
         quantity="sampled risk less exact, in standard errors, in size",
     ),
     Claim(
+        "shift-long",
+        "On prompts 32 times as long the trained optimum has the risk of the closed form.",
+        lambda run: standard_errors(run, "long"),
+        at_most(4.0),
+        kind="theorem",
+        quantity="sampled risk less exact, in standard errors, in size",
+    ),
+    Claim(
         "not-consistent",
         "Longer prompts do not bring the trained optimum to the best answer.",
         lambda run: run.long_sampled - run.long_least,
@@ -225,13 +243,14 @@ FLOW_CLAIMS = (
 WHOLE_EXCESS = (
     "final loss above the best step on the same prompts, over the distance of the first plateau from the optimum"
 )
+RANK_ONE = "share of the rank-one product in the sum of norms with that of the theory's blocks"
 TRAINED_CLAIMS = (
     Claim(
         "zero-blocks",
         "SGD on sampled prompts reaches the optimum if the other blocks of the matrices are zero.",
         lambda run: whole_excess(run, "descent"),
         at_most(0.5),
-        kind="theorem",
+        kind="control",
         quantity=f"{WHOLE_EXCESS}, other blocks zero",
     ),
     Claim(
@@ -245,10 +264,18 @@ TRAINED_CLAIMS = (
     Claim(
         "saddle",
         "Whole matrices that wait at the first plateau have learnt it by the rank-one product of the other blocks.",
-        stuck_share,
+        lambda run: rank_one_share(run, is_waiting(run)),
         at_least(0.9),
         kind="control",
-        quantity="share of this product in the sum of norms with that of the theory's blocks, stuck seeds",
+        quantity=f"{RANK_ONE}, seeds whose final loss is nearer to the first plateau than to any other",
+    ),
+    Claim(
+        "saddle-behind",
+        "Whole matrices nearer to the first plateau than to the optimum have learnt its rank-one product only.",
+        lambda run: rank_one_share(run, is_behind(run)),
+        at_least(0.9),
+        kind="control",
+        quantity=f"{RANK_ONE}, these seeds; those that have left the plateau have learnt more by the theory's blocks",
     ),
     Claim(
         "layers",

@@ -151,8 +151,8 @@ def previous_attention(run: xr.Dataset) -> xr.DataArray:
 
 
 def one_layer_closed(run: xr.Dataset) -> xr.DataArray:
-    """Return the largest share of the gap that one layer ever closes, per seed."""
-    return full_closed(full_arm(run, ONE_LAYER)).max("full_step")
+    """Return the largest share of the gap that one layer ever closes, per seed; NaN if it diverged."""
+    return full_closed(full_arm(run, ONE_LAYER)).max("full_step", skipna=False)
 
 
 def full_delay(run: xr.Dataset) -> xr.DataArray:

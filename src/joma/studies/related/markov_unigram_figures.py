@@ -45,9 +45,17 @@ def _draw_chain(panel: Axes, run: xr.Dataset, chain: tuple[float, float]) -> Non
         band(panel, chosen.step, chosen.loss, 2 if is_adam else 0 if is_tied else 1, label)
     for level in (float(arms.unigram[0]), float(arms.kernel[0])):
         panel.axhline(level, color="0.4", linewidth=0.9, linestyle=":")
-    trap = "SGD stays if tied" if p + q > 1 else "all get through"
-    panel.set(title=f"p = {p:g}, q = {q:g}: {trap}", xlabel="step", ylabel="loss / nats")
+    panel.set(title=f"p = {p:g}, q = {q:g}: {_fate(arms)}", xlabel="step", ylabel="loss / nats")
     panel.legend(loc="best")
+
+
+def _fate(arms: xr.Dataset) -> str:
+    """Say in how many seeds SGD stays at the unigram with tied weights, or that every model gets through."""
+    stuck = is_stuck(arms)
+    tied = stuck.isel(arm=np.flatnonzero((arms.tied == 1) & (arms.group == "sgd")))
+    if not bool(stuck.any()):
+        return "all get through"
+    return "SGD stays if tied" if bool(tied.all()) else f"SGD stays in {float(tied.mean()):.0%} if tied"
 
 
 def _draw_starts(panel: Axes, run: xr.Dataset) -> None:

@@ -35,15 +35,23 @@ def is_stuck(run: xr.Dataset) -> xr.DataArray:
 
 
 def from_unigram(run: xr.Dataset) -> xr.DataArray:
-    """Return the largest distance of a final loss from H(π), tied SGD arms with p + q > 1, per seed."""
+    """Return the largest distance of a final loss from H(π), tied SGD arms with p + q > 1, per seed.
+
+    It is NaN if one of these arms diverged.
+    """
     arms = of_group(run, "sgd")
-    return abs(final_loss(arms) - arms.unigram).where(is_attracting(arms)).max("arm")
+    arms = arms.isel(arm=np.flatnonzero(is_attracting(arms)))
+    return abs(final_loss(arms) - arms.unigram).max("arm", skipna=False)
 
 
 def above_kernel(run: xr.Dataset) -> xr.DataArray:
-    """Return the largest excess of a final loss over the entropy rate, the other SGD arms, per seed."""
+    """Return the largest excess of a final loss over the entropy rate, the other SGD arms, per seed.
+
+    It is NaN if one of these arms diverged.
+    """
     arms = of_group(run, "sgd")
-    return (final_loss(arms) - arms.kernel).where(~is_attracting(arms)).max("arm")
+    arms = arms.isel(arm=np.flatnonzero(~is_attracting(arms)))
+    return (final_loss(arms) - arms.kernel).max("arm", skipna=False)
 
 
 def starts(run: xr.Dataset) -> xr.Dataset:
@@ -94,9 +102,9 @@ def least_curvature_before_departure(run: xr.Dataset) -> xr.DataArray:
 
 def rate_error(run: xr.Dataset) -> float:
     """Return the largest relative error of a growth rate of the reduced model: the same start serves all seeds."""
-    return float(abs(run.reduced_rate / run.reduced_rate_predicted - 1).max())
+    return float(abs(run.reduced_rate / run.reduced_rate_predicted - 1).max(skipna=False))
 
 
 def reduced_error(run: xr.Dataset) -> xr.DataArray:
     """Return the largest distance of the reduced model's final loss from where the theory says it ends, per seed."""
-    return abs(run.reduced_loss - run.reduced_loss_predicted).max(("chain", "tying"))
+    return abs(run.reduced_loss - run.reduced_loss_predicted).max(("chain", "tying"), skipna=False)

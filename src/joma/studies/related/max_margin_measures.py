@@ -18,12 +18,12 @@ def of_scores(run: xr.Dataset, name: str, scores: str) -> xr.DataArray:
 
 def direction_error(run: xr.Dataset) -> xr.DataArray:
     """Return ‖dp/d ln t − p̂‖/‖p̂‖ over the second half of the path with equal scores, larger of both starts."""
-    return of_scores(run, "half_slope_error", "equal").max("start")
+    return of_scores(run, "half_slope_error", "equal").max("start", skipna=False)
 
 
 def late_direction_error(run: xr.Dataset) -> xr.DataArray:
     """Return ‖dp/d ln t − p̂‖/‖p̂‖ at the end of the long path with equal scores, larger of both starts."""
-    return of_scores(run, "slope_error", "equal").isel(length=-1, drop=True).max("start")
+    return of_scores(run, "slope_error", "equal").isel(length=-1, drop=True).max("start", skipna=False)
 
 
 def trained_cosine(run: xr.Dataset) -> xr.DataArray:
@@ -34,7 +34,8 @@ def trained_cosine(run: xr.Dataset) -> xr.DataArray:
     complete = (of_scores(run, "selects_best", "equal") == 1).all("start")
     if not bool(complete.any()):
         raise NotInRun("seed that selects all best tokens")
-    return 1 - run.trained_gap.isel(trained_length=-1, drop=True).max("start").isel(seed=np.flatnonzero(complete))
+    gap = run.trained_gap.isel(trained_length=-1, drop=True).max("start", skipna=False)
+    return 1 - gap.isel(seed=np.flatnonzero(complete))
 
 
 def global_share(run: xr.Dataset) -> xr.DataArray:

@@ -45,7 +45,7 @@ def outcome(run: xr.Dataset) -> str:
 
 STUDY = Study(
     name="panorama",
-    title="Where does attention come back? Every study that trains it, on common axes",
+    title="Neither the minimum of the loss nor the activation predicts in every model whether attention comes back",
     source="JoMA (arXiv 2310.00535), Scan and Snap (arXiv 2305.16380) and related work; the comparison is ours",
     statement=(
         "Theories of attention's training end differently: one key takes all (JoMA's Theorem 2, max-margin, "

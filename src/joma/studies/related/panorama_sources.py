@@ -9,6 +9,9 @@ ends at that of the least loss, and comes back if the path went below it.
 
 `units` is the premise of the rival explanation, JoMA's reading of its Theorems 2 and 4: attention comes back with
 nonlinear units, and does not with linear ones.
+
+Models of one `family` share their data and most of their design, and are no independent units of a statistical test.
+The families were declared later, in a review of the claims with a p-value.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Source:
         units: of its network above attention.
         reason: why its minimum is of this kind.
         from_ladder: whether it is a world of `ladder`, from which the rule comes, so that it cannot test the rule.
+        family: the name that it shares with models which differ from it in one thing; "" for a model without relatives.
     """
 
     title: str
@@ -42,6 +46,7 @@ class Source:
     units: Units
     reason: str
     from_ladder: bool = False
+    family: str = ""
 
     @property
     def rule_predicts(self) -> bool | None:
@@ -59,12 +64,14 @@ _TEXT = "a language model at all positions: contexts of every length, no closed 
 _UNIFORM = "naive Bayes with uniform attention attains the Bayes risk (linear units) or is approached (GELU)"
 
 TRAINED: dict[str, Source] = {
-    "block": Source("JoMA's block, linear", "none", "linear", _SEPARABLE),
-    "block-gelu": Source("JoMA's block, GELU", "none", "nonlinear", _SEPARABLE),
-    "overlap": Source("overlapping classes, linear", "dense", "linear", _UNIFORM, from_ladder=True),
-    "overlap-gelu": Source("overlapping classes, GELU", "dense", "nonlinear", _UNIFORM, from_ladder=True),
+    "block": Source("JoMA's block, linear", "none", "linear", _SEPARABLE, family="block"),
+    "block-gelu": Source("JoMA's block, GELU", "none", "nonlinear", _SEPARABLE, family="block"),
+    "overlap": Source("overlapping classes, linear", "dense", "linear", _UNIFORM, from_ladder=True, family="overlap"),
+    "overlap-gelu": Source(
+        "overlapping classes, GELU", "dense", "nonlinear", _UNIFORM, from_ladder=True, family="overlap"
+    ),
     "scan-snap": Source("Scan and Snap", "none", "linear", "every class has its distinct tokens, and a free decoder"),
-    "text": Source("text, one layer", "open", "nonlinear", _TEXT),
+    "text": Source("text, one layer", "open", "nonlinear", _TEXT, family="text"),
     "addition": Source(
         "addition", "none", "nonlinear", "the sum is a function of the context, and training has no weight decay"
     ),
@@ -87,9 +94,9 @@ STORED: dict[str, Source] = {
     "induction-phases": Source(
         "in-context Markov chain", "open", "linear", "the minimum attends to matching positions: sparse, size unknown"
     ),
-    "entropy-floor": Source("text, spectral norms", "open", "nonlinear", _TEXT),
-    "wikitext": Source("WikiText-2, ReLU", "open", "nonlinear", _TEXT),
-    "wikitext-linear": Source("WikiText-2, linear", "open", "linear", _TEXT),
+    "entropy-floor": Source("text, spectral norms", "open", "nonlinear", _TEXT, family="text"),
+    "wikitext": Source("WikiText-2, ReLU", "open", "nonlinear", _TEXT, family="wikitext"),
+    "wikitext-linear": Source("WikiText-2, linear", "open", "linear", _TEXT, family="wikitext"),
 }
 
 SOURCES = {**TRAINED, **STORED}

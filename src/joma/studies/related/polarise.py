@@ -139,7 +139,8 @@ CLAIMS = (
         lambda run: run.ledger.max("tokens"),
         at_most(1e-6),
         kind="theorem",
-        quantity="largest residual of the ledger over tokens and times, constant gradient; derived in our documents",
+        quantity="largest residual of the ledger over tokens and times, constant gradient; its terms grow as "
+        "½‖c‖²t², to 3e6 at time 2,000; derived in our documents",
     ),
     Claim(
         "gap-zero",
@@ -170,7 +171,7 @@ CLAIMS = (
         "one-orbit",
         "The constant, the logistic and the square loss have the same attention at the same margin.",
         lambda run: abs(run.entropy - run.orbit_entropy).max(("loss", "time")),
-        at_most(1e-4),
+        at_most(1e-8),
         kind="theorem",
         quantity="largest difference of the entropy of each flow from that of one orbit at its margin, in nats",
     ),
@@ -185,7 +186,7 @@ CLAIMS = (
     ),
     Claim(
         "inherent",
-        "Gradient flow on the square loss ends at low entropy whatever the target.",
+        "Gradient flow on the square loss ends at low entropy, whatever the target is.",
         lambda run: select(relative_final_entropy(run), target=SMALL_TARGET),
         at_most(0.5),
         kind="reading",

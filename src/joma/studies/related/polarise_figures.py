@@ -9,6 +9,9 @@ from matplotlib.figure import Figure
 
 from joma.drawing import band, canvas, letters, marker, measured, theory
 
+POINTS = 20  # of a flow in a panel, about
+LAWS = {"fixed": (lambda log_time: log_time, "ln t"), "trained": (lambda log_time: 2 * np.log(log_time), "2 ln ln t")}
+
 
 def draw_orbit(run: xr.Dataset) -> Figure:
     """Draw entropy over the margin, the law of the losers' weight, final entropies, and the two rates of the lead."""
@@ -39,11 +42,17 @@ def _draw_margins(panel: Axes, run: xr.Dataset) -> None:
     order = np.argsort(margin)
     theory(panel, margin[order], entropy[order], 0, "orbit")
     for index, loss in enumerate(run.loss.values, start=1):
-        flow = first.sel(loss=loss).isel(time=slice(None, None, 2))
+        flow = first.sel(loss=loss).isel(time=_thinned(run.sizes["time"]))
         panel.plot(flow.margin, flow.entropy, **marker(index), label=f"{loss} loss" if loss != "constant" else "−c·y")
-    panel.plot(first.sgd_margin[::3], first.sgd_entropy[::3], **marker(4), label="logistic, SGD")
+    shown = _thinned(run.sgd_margin.shape[-1])
+    panel.plot(first.sgd_margin[shown], first.sgd_entropy[shown], **marker(4), label="logistic, SGD")
     panel.set(xscale="symlog", xlabel="margin c · y", ylabel="entropy / nats", title="All losses share one orbit")
     panel.legend()
+
+
+def _thinned(records: int) -> slice:
+    """Return about `POINTS` of the records, all of them if there are fewer."""
+    return slice(None, None, max(1, records // POINTS))
 
 
 def _draw_targets(panel: Axes, run: xr.Dataset) -> None:
@@ -59,12 +68,13 @@ def _draw_targets(panel: Axes, run: xr.Dataset) -> None:
 def _draw_rates(panel: Axes, run: xr.Dataset) -> None:
     """Draw the lead of the winner's logit over ln t with fixed and with trained values, and the two laws."""
     late = run.isel(point=slice(1, None))
-    first = late.isel(seed=0)
-    for index, (name, label) in enumerate({"fixed": "ln t", "trained": "2 ln ln t"}.items(), start=1):
-        shown = first.log_time > 2.0
-        theory(panel, first.log_time[shown], first[f"{name}_law"][shown], index, f"law, {label}")
+    last = late.isel(seed=0, point=-1)
+    log_times = np.geomspace(2.0, max(4.0, float(last.log_time)), 200)  # the laws are curves between the records
+    for index, (name, (growth, label)) in enumerate(LAWS.items(), start=1):
+        offset = float(last[f"{name}_law"] - growth(last.log_time))
+        theory(panel, log_times, growth(log_times) + offset, index, f"law, {label}")
         for seed in range(run.sizes["seed"]):
-            one_seed = late.isel(seed=seed, point=slice(None, None, 3))
+            one_seed = late.isel(seed=seed, point=_thinned(late.sizes["point"]))
             name_once = f"{name} values" if seed == 0 else None
             panel.plot(one_seed.log_time, one_seed[f"{name}_gap"], **marker(index), label=name_once, markersize=3)
     panel.set(xscale="log", yscale="log", xlim=(1.0, None), ylim=(0.3, None), xlabel="ln(1 + t)")

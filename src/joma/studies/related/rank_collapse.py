@@ -179,7 +179,7 @@ CLAIMS = (
     ),
     Claim(
         "leading-order",
-        "The relative error of R W C V is of second order.",
+        "The relative error of the cubic term R W C V is of second order.",
         error_slope,
         near(2.0, 0.1),
         kind="theorem",
@@ -275,7 +275,7 @@ def outcome(run: xr.Dataset) -> str:
         f"{median_order(run, 'attention'):.2f}. With skip connections it is "
         f"{float(kept(run, 'skip', 'rms', last).mean()):.2f} "
         f"of the input's after {last} layers. MLPs ten times as strong delay the collapse: the residual is "
-        f"{strong[0]:.0e} of the tokens' norm after three layers, {strong[1]:.0e} after {min(6, last)}. With scores "
+        f"{strong[0]:.2g} of the tokens' norm after three layers, {strong[1]:.0e} after {min(6, last)}. With scores "
         f"{float(run.score_scale[-1]):g} times as large {share:.0f} % of the stacks do not collapse."
     )
 
@@ -310,7 +310,8 @@ STUDY = Study(
             "(a) Share of the residuals in the tokens' norm: its negative decimal logarithm over depth, on a "
             "logarithmic axis; the dotted line triples with each layer. Points: median over seeds, bars from the "
             "least to the greatest seed; seeds whose tokens are equal to rounding have no point. (b) One layer on "
-            "residuals of size ε: the exact output, and the cubic term as a line. (c) Relative error of the cubic "
+            "residuals of size ε: the exact output, and the cubic law through the smallest of them, where the cubic "
+            "term's error is least. (c) Relative error of the cubic "
             "term; the dotted line is ε². (d) Residual at the end of stacks whose scores are scaled up: every point "
             "is one stack; the line is the median.",
         ),

@@ -43,7 +43,7 @@ def _draw_layer(panel: Axes, run: xr.Dataset) -> None:
     sizes = np.sort(run["size"].values)
     output = run.log10_output.sortby("size")
     cubic = output.isel(size=0).mean("seed").item() + 3 * np.log10(sizes / sizes[0])
-    theory(panel, sizes, 10**cubic, 0, "cubic term")
+    theory(panel, sizes, 10**cubic, 0, "cubic law through the smallest")
     measured(panel, sizes, 10**output, 1, "exact layer")
     panel.set(xscale="log", yscale="log", xlabel="size ε of the residuals", ylabel="residual after one layer")
     panel.set_title("One layer cubes the residuals")

@@ -155,9 +155,10 @@ def outcome(run: xr.Dataset) -> str:
     interval = f" (95 % interval {low:+.2f} to {high:+.2f})" if cka.size > 1 else ""
     return (
         f"Without encoding, {causal:.0f} % of unseen sums are right under a causal mask and {full:.0f} % under a full "
-        f"one, where {100 * float(run.ceiling):.1f} % is the most that is possible without order. Residual connections "
-        f"change how often a location stays most similar to itself by {correlation.mean():+.2f} by correlation and by "
-        f"{cka.mean():+.2f}{interval} by CKA{'.' if decided else ': no definitive evidence.'}"
+        f"one; without order at most {100 * float(run.ceiling):.1f} % are possible. With residual connections the "
+        f"share of locations that stay most similar to themselves changes by {correlation.mean():+.2f} if measured by "
+        f"correlation, and by {cka.mean():+.2f}{interval} if measured by CKA"
+        f"{'.' if decided else ': no definitive evidence.'}"
     )
 
 

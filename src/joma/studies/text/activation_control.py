@@ -142,7 +142,12 @@ def draw_activations(run: xr.Dataset) -> Figure:
     labels = ("attention entropy (nats)", "validation loss (nats)", "loss − linear's (nats)")
     for panel, label in zip((entropy, loss, gap), labels, strict=True):
         panel.set(xscale="log", xlabel="step + 1", ylabel=label)
-    titles = ("Entropy along training", "Validation loss", "Loss less the linear MLP's", "Recovery, and noise's (grey)")
+    titles = (
+        "Entropy along training",
+        "Validation loss",
+        "Loss minus that of the linear MLP",
+        "Recovery, and noise's (grey)",
+    )
     for panel, title in zip(axes.flat, titles, strict=True):
         panel.set_title(title)
     recovery.set(ylabel="recovery of entropy (nats)", ylim=(0, None))
@@ -154,7 +159,7 @@ def draw_activations(run: xr.Dataset) -> Figure:
 
 STUDY = Study(
     name="activation-control",
-    title="Does attention on text become dense again only with a nonlinear MLP?",
+    title="Attention on text becomes dense again with a linear MLP too",
     source="JoMA, Theorems 2 and 4 (arXiv 2310.00535); our control",
     statement=(
         "With a linear activation attention only turns sparser (Theorem 2); with a nonlinear one it turns sparse and "

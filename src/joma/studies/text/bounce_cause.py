@@ -24,10 +24,12 @@ from joma.studies.text.bounce_cause_measures import (
     approach,
     excess_loss,
     half_margin,
+    less_than_half,
     memorised_return,
     p_value,
     recovery_difference,
     relative_return,
+    settled_return,
     share,
     start_difference,
 )
@@ -111,6 +113,8 @@ _RETURN = (
     "recovery of entropy less that of noise on a curve that never rises, over the entropy at the start; interval over "
     f"seeds; {100 * MIN_BOUNCE:.0f} % is the least that counts as a bounce"
 )
+LATE_MOST, LATE_LESS = ("linear", "mlp"), ("value-path", "no-positions", "dropout-none")
+_LATE = "since probes are evenly spaced, which leaves out the dip of the first few hundred steps"
 _HALF = f"recovery of entropy less half of that of the unchanged model {_PAIRED}"
 
 
@@ -122,6 +126,38 @@ def _half_quantity(reference: str) -> str:
     )
 
 
+# Formulated after the run at the preset paper was seen. Entropy dips within the first few hundred steps, where probes
+# are logarithmic. In some seeds this dip is the minimum, and what follows it at once counts as recovery. The claims
+# about the arms that `outcome` names are made again without it.
+LATE_CLAIMS = (
+    *(
+        _claim(
+            f"late-most-{arm}",
+            f"Most of the late recovery remains with {ARMS[arm].label}.",
+            partial(half_margin, arm=arm, late=True),
+            above(0.0),
+            quantity=f"{_HALF}; from the minimum {_LATE}",
+        )
+        for arm in LATE_MOST
+    ),
+    *(
+        _claim(
+            f"late-less-{arm}",
+            f"Less than half of the late recovery remains with {ARMS[arm].label}.",
+            partial(less_than_half, arm=arm, late=True),
+            below(0.0),
+            quantity=f"{_HALF}; from the minimum {_LATE}",
+        )
+        for arm in LATE_LESS
+    ),
+    _claim(
+        "late-memorised",
+        "A model that memorises its text has no late return of attention on that text.",
+        partial(memorised_return, late=True),
+        below(MIN_BOUNCE),
+        quantity=f"on the training text: {_RETURN}; from the minimum {_LATE}",
+    ),
+)
 CLAIMS = (
     _claim(
         "bounce",
@@ -173,7 +209,7 @@ CLAIMS = (
         _claim(
             f"less-{arm}",
             f"Less than half of the recovery remains with {ARMS[arm].label}.",
-            partial(half_margin, arm=arm),
+            partial(less_than_half, arm=arm),
             below(0.0),
             quantity=_HALF,
         )
@@ -183,7 +219,7 @@ CLAIMS = (
         _claim(
             f"stays-{arm}",
             f"With {ARMS[arm].label} attention does not become dense again.",
-            partial(relative_return, arm=arm),
+            partial(settled_return, arm=arm),
             below(MIN_BOUNCE),
             quantity=_RETURN,
         )
@@ -200,7 +236,7 @@ CLAIMS = (
     ),
     _claim(
         "memorised",
-        "A model that memorises its text has attention that does not become dense again on that text.",
+        "In a model that memorises its text, attention does not become dense again on that text.",
         memorised_return,
         below(MIN_BOUNCE),
         quantity=f"on the training text: {_RETURN}",
@@ -223,6 +259,7 @@ CLAIMS = (
         kind="check",
         quantity="distance of the two final entropies less the recovery of the unchanged model, interval over seeds",
     ),
+    *LATE_CLAIMS,
 )
 
 
@@ -243,7 +280,7 @@ def outcome(run: xr.Dataset) -> str:
 
 STUDY = Study(
     name="bounce-cause",
-    title="What brings attention back?",
+    title="On text attention comes back with a linear MLP, and with a frozen one",
     source="JoMA, Theorems 2 and 4 (arXiv 2310.00535); our control",
     statement=(
         "With a linear activation attention only turns sparser, with a nonlinear one it turns sparse and then dense "
@@ -259,7 +296,9 @@ STUDY = Study(
         "that are read 3,750 times at the preset paper, 320 that are read 300 times at quick, with one Adam throughout "
         "and no dropout. And with all else frozen at its final values, attention that is trained alone should end at "
         "the entropy that the model reached. On WikiText-2 the unchanged model has no dropout. On the embedded text of "
-        "the preset quick it has dropout on embeddings: there attention does not come back without if training is long."
+        "the preset quick it has dropout on embeddings: in a pilot with long training entropy came back by 0.25 nats "
+        "there, and by 0.01 without dropout. In the first few hundred steps entropy dips and rises before the loss has "
+        "fallen far. In some seeds this dip is the minimum; the claims about late recovery leave it out."
     ),
     version=1,
     presets={

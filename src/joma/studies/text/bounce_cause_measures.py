@@ -10,6 +10,7 @@ from joma.studies.text.entropy_bounce import MIN_BOUNCE, bounce_p_value
 from joma.study import NotInRun, select
 
 TRAIN = "train_"  # before the names of measures on the training text
+TENTH = 0.1  # of the steps: whether entropy is still falling is seen in the last two of them
 MAX_EXCESS = 0.1  # nats above the floor of a training loss that counts as memorised; the choice is ours
 
 
@@ -18,38 +19,83 @@ def p_value(run: xr.Dataset, arm: str) -> xr.DataArray:
     return bounce_p_value(select(run.entropy, arm=arm))
 
 
-def beyond_chance(run: xr.Dataset, arm: str, text: str = "") -> xr.DataArray:
-    """Return the recovery of entropy less that of noise alone, in nats, per seed.
-
-    `NotInRun` if entropy never fell by `MIN_BOUNCE` of its start in some seed: what did not fall cannot come back.
+def recovery(run: xr.Dataset, arm: str, text: str = "", *, late: bool = False) -> xr.DataArray:
+    """Return the entropy at the end less its minimum, in nats, per seed.
 
     Args:
         run: the trajectory.
         arm: the arm's name.
         text: empty for the validation text, or `TRAIN`.
+        late: whether the minimum is that since probes are evenly spaced. Before they are logarithmic, and see a dip of
+            the first few hundred steps, which ends before the loss has fallen far and is the minimum of some seeds.
+    """
+    arm_run = select(run, arm=arm)
+    if not late:
+        return arm_run[f"{text}recovery"]
+    curve = arm_run[f"{text}entropy"].mean(("layer", "head"))
+    late_curve = curve.isel(step=slice(_first_even_probe(curve.step.values), None))
+    return late_curve.isel(step=-1, drop=True) - late_curve.min("step", skipna=False)
+
+
+def _first_even_probe(steps: np.ndarray) -> int:
+    """Return the number of the probe from which they are evenly spaced, but for the last, which is at the end."""
+    spacing = np.diff(steps)[:-1]
+    uneven = np.flatnonzero(spacing != spacing[-1])
+    first = int(uneven[-1]) + 1 if uneven.size else 0
+    if first >= spacing.size - 1:
+        raise NotInRun("probes that are evenly spaced")
+    return first
+
+
+def beyond_chance(run: xr.Dataset, arm: str, text: str = "", *, late: bool = False) -> xr.DataArray:
+    """Return the recovery of entropy less that of noise alone, in nats, per seed; arguments are those of `recovery`.
+
+    `NotInRun` if entropy never fell by `MIN_BOUNCE` of its start in some seed: what did not fall cannot come back.
     """
     arm_run = select(run, arm=arm)
     fall, start = arm_run[f"{text}fall"], arm_run[f"{text}fall"] + arm_run[f"{text}least"]
     if bool((fall < MIN_BOUNCE * start).any()):
         raise NotInRun(f"fall of entropy by {100 * MIN_BOUNCE:.0f} % in every seed of arm {arm}")
-    return arm_run[f"{text}recovery"] - arm_run[f"{text}chance"]
+    return recovery(run, arm, text, late=late) - arm_run[f"{text}chance"]
 
 
-def relative_return(run: xr.Dataset, arm: str, text: str = "") -> xr.DataArray:
+def relative_return(run: xr.Dataset, arm: str, text: str = "", *, late: bool = False) -> xr.DataArray:
     """Return the recovery of entropy beyond that of noise, over the entropy at the start, per seed.
 
     Entropy that never rises has 0 on average, on either side of which seeds fall: so "it does not come back" means less
     than `MIN_BOUNCE`, the least that counts as a bounce. Arguments and `NotInRun` are those of `beyond_chance`.
     """
     arm_run = select(run, arm=arm)
-    return beyond_chance(run, arm, text) / (arm_run[f"{text}fall"] + arm_run[f"{text}least"])
+    return beyond_chance(run, arm, text, late=late) / (arm_run[f"{text}fall"] + arm_run[f"{text}least"])
 
 
-def memorised_return(run: xr.Dataset) -> xr.DataArray:
+def settled_return(run: xr.Dataset, arm: str) -> xr.DataArray:
+    """Return `relative_return`; `NotInRun` if entropy is still falling, so that it may yet come back."""
+    _check_settled(run, arm, late=False)
+    return relative_return(run, arm)
+
+
+def _check_settled(run: xr.Dataset, arm: str, *, late: bool) -> None:
+    """Raise `NotInRun` if an arm's entropy never fell in some seed or, mean over seeds, is still falling.
+
+    It is if it has not come back by `MIN_BOUNCE`, and lies in the last tenth of the steps so far below the tenth before
+    that at this pace, in as many steps again, it would fall by `MIN_BOUNCE` of its start.
+    """
+    if float(relative_return(run, arm, late=late).mean()) >= MIN_BOUNCE:
+        return
+    curve = select(run.entropy, arm=arm).mean(("layer", "head", "seed"))
+    share = curve.step / curve.step[-1]
+    last = curve.where(share > 1 - TENTH).mean("step")
+    before = curve.where((share > 1 - 2 * TENTH) & (share <= 1 - TENTH)).mean("step")
+    if bool(before - last > TENTH * MIN_BOUNCE * curve[0]):
+        raise NotInRun(f"arm {arm} whose entropy stopped falling")
+
+
+def memorised_return(run: xr.Dataset, *, late: bool = False) -> xr.DataArray:
     """Return `relative_return` of the memorised text on that text; `NotInRun` if some seed did not memorise it."""
     if bool((excess_loss(run) > MAX_EXCESS).any()):
         raise NotInRun("model that memorised its text in every seed")
-    return relative_return(run, "memorised", TRAIN)
+    return relative_return(run, "memorised", TRAIN, late=late)
 
 
 def recovery_difference(run: xr.Dataset, arm: str, reference: str = UNCHANGED) -> xr.DataArray:
@@ -57,15 +103,26 @@ def recovery_difference(run: xr.Dataset, arm: str, reference: str = UNCHANGED) -
     return select(run.recovery, arm=reference) - select(run.recovery, arm=arm)
 
 
-def half_margin(run: xr.Dataset, arm: str, reference: str = UNCHANGED) -> xr.DataArray:
+def half_margin(run: xr.Dataset, arm: str, reference: str = UNCHANGED, *, late: bool = False) -> xr.DataArray:
     """Return the recovery of an arm less half of the reference's from the same start, in nats, per seed.
 
     `NotInRun` if the reference recovers no more than noise in some seed: there is nothing to have a share of.
     """
-    recovery = select(run.recovery, arm=arm)
-    if bool((beyond_chance(run, reference) <= 0).any()):
+    arm_recovery = recovery(run, arm, late=late)
+    if bool((beyond_chance(run, reference, late=late) <= 0).any()):
         raise NotInRun(f"recovery beyond chance in every seed of arm {reference}")
-    return recovery - select(run.recovery, arm=reference) / 2
+    return arm_recovery - recovery(run, reference, late=late) / 2
+
+
+def less_than_half(run: xr.Dataset, arm: str, *, late: bool = False) -> xr.DataArray:
+    """Return `half_margin` of an arm of which we claim that less than half of the recovery remains.
+
+    `NotInRun` also if the arm's entropy never fell in some seed, or is still falling: there is nothing to come back, or
+    not yet.
+    """
+    margin = half_margin(run, arm, late=late)
+    _check_settled(run, arm, late=late)
+    return margin
 
 
 def share(run: xr.Dataset, arm: str) -> float:

@@ -300,7 +300,7 @@ def _draw_depth(panels: np.ndarray, run: xr.Dataset, depth: int) -> None:
             low, high = 0.06 * row, 0.06 * (row + 1)
             entropy.axvline(step, low, high, color=COLOURS[COLOUR_INDEX[arm]], linewidth=1.5)
     layers = "1 layer" if depth == 1 else f"{depth} layers"
-    for panel, title in zip(panels, ("Entropy", "Validation loss", "Loss less the free run's"), strict=True):
+    for panel, title in zip(panels, ("Entropy", "Validation loss", "Loss minus that of the free run"), strict=True):
         panel.set_title(f"{title}, {layers}")
     gap.axhline(0.0, color="0.3", linewidth=0.8)
     gap.set_xlabel("step")

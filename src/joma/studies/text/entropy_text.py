@@ -206,7 +206,7 @@ def _curve_claims(where: str, depth: int) -> tuple[Claim, Claim]:
     return (
         Claim(
             f"{where}-{depth}",
-            f"With {_layers(depth)} entropy {place} is as near to the authors' runs as these to each other.",
+            f"With {_layers(depth)} entropy {place} is as near to the authors' runs as they are to each other.",
             partial(seed_distances, depth=depth, where=where),
             at_most(largest),
             kind="figure",

@@ -331,7 +331,7 @@ def _draw_pairs(panel: Axes, predicted: xr.DataArray, change: xr.DataArray) -> N
 
 STUDY = Study(
     name="invariant-text",
-    title="Do the MLP's weights predict attention in a language model?",
+    title="In a language model the MLP's weights do not predict attention beyond token frequency",
     source="JoMA, Theorem 1 (arXiv 2310.00535); our control on text",
     statement=(
         "Theorem 1 computes the attention logits from the MLP's lower weights alone, for orthonormal embeddings that "

@@ -305,7 +305,7 @@ def draw_agreement(run: xr.Dataset) -> Figure:
     middle.set(xlabel="nodes of the tree", ylabel="largest |closed form − sum|", yscale="log")
     middle.set_title("The closed form is exact")
     middle.xaxis.get_major_locator().set_params(integer=True)
-    middle.legend(loc="center right")
+    middle.legend(loc="upper left", bbox_to_anchor=(0, 0.9))
     ranked = np.sort(scores(run).values, axis=-1)
     share = (np.arange(ranked.shape[-1]) + 0.5) / ranked.shape[-1]
     ranks = np.unique(np.linspace(0, ranked.shape[-1] - 1, 25).astype(int))

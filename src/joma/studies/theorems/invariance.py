@@ -332,7 +332,7 @@ def outcome(run: xr.Dataset) -> str:
 
 STUDY = Study(
     name="invariance",
-    title="Can attention be read off the MLP's weights?",
+    title="The MLP's weights give attention exactly once all terms are counted; Figure 2's prediction drifts off",
     source="JoMA, Theorem 1 and Figure 2 (arXiv 2310.00535)",
     statement=(
         "Theorem 1: under gradient flow the attention logits z of a block are a function of the MLP's weights v, "

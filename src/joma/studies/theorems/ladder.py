@@ -49,8 +49,8 @@ def outcome(run: xr.Dataset) -> str:
     settled = int(cases.case_end.notnull().sum())
     returned = int((came_back(run) & arrived(run)).isel(case=run.family == "random").sum())
     return (
-        f"With linear units entropy falls by {100 * float(depth.sel(world='overlap')):.0f} % of ln M and regains "
-        f"{100 * float(share.sel(world='overlap')):.0f} % of it where tokens are independent given the class, "
+        f"With linear units entropy falls by {100 * float(depth.sel(world='overlap')):.0f} % of ln M. It regains "
+        f"{100 * float(share.sel(world='overlap')):.0f} % of that where tokens are independent given the class, "
         f"{100 * float(share.sel(world='lengths')):.0f} % where contexts have two lengths, and "
         f"{100 * float(share.sel(world='separable')):.0f} % where tokens separate the classes. Of "
         f"{cases.case_end.size} random worlds {settled} arrive at their optimum, attention comes back in {returned} of "

@@ -226,7 +226,7 @@ THEOREM_CLAIMS = (
     ),
     Claim(
         "uniform",
-        "No other attention attains it.",
+        "No attention but the uniform one attains the Bayes risk.",
         lambda run: 1 - solved(run.optimum_entropy, "overlap"),
         at_most(1e-6),
         kind="theorem",
@@ -360,7 +360,7 @@ SGD_CLAIMS = (
     ),
     _no_return(
         "sgd-lengths",
-        "Trained by SGD on contexts of two lengths, it does not.",
+        "Trained by SGD on contexts of two lengths, attention does not come back.",
         sgd_regained("lengths"),
         SHARE,
     ),

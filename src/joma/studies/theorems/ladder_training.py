@@ -162,10 +162,11 @@ def long_enough(trajectory: xr.Dataset) -> xr.DataArray:
 
 
 def step_of_fall(trajectory: xr.Dataset) -> xr.DataArray:
-    """Return the first recorded step at which the loss has made 90 % of its fall."""
+    """Return the first recorded step at which the loss has made 90 % of its fall; NaN where it never falls."""
     loss = trajectory.trained_loss
     fallen = loss.isel(trained_step=0) - loss
-    return trajectory.trained_step.where(fallen >= FALLEN * fallen.max("trained_step")).min("trained_step")
+    largest = fallen.max("trained_step")
+    return trajectory.trained_step.where((fallen >= FALLEN * largest) & (largest > 0)).min("trained_step")
 
 
 def _require(flags: xr.DataArray, arm: str, condition: str) -> None:
@@ -248,6 +249,7 @@ def growth_ratio(run: xr.Dataset) -> xr.DataArray:
     Growth, and not the spread: product logits start with a larger one. The loss is that of the free ones.
     """
     step = step_of_fall(at_own_rate(run, "all-free"))
+    _require(step.notnull(), "all-free", "whose loss falls")
     spreads = [select(run.trained_spread, arm=arm, rate=1.0) for arm in ("all-product", "all-free")]
     product, free = (spread.sel(trained_step=step) - spread.isel(trained_step=0) for spread in spreads)
     return product / free
@@ -446,7 +448,7 @@ def outcome(run: xr.Dataset) -> str:
     names = ("all-free", "all-free-fast", "all-product", "all-product-slow")
     if not {*names} <= {*arms} or 1.0 not in run.rate:
         return sentence
-    shares = [f"{float(share_regained(at_own_rate(run, arm).trained_entropy).mean()):.0%}" for arm in names]
+    shares = [f"{100 * float(share_regained(at_own_rate(run, arm).trained_entropy).mean()):.0f} %" for arm in names]
     return (
         f"{sentence} At all positions free logits regain {shares[0]} of their fall, and {shares[1]} if they learn ten "
         f"times faster; product logits regain {shares[2]}, and {shares[3]} if they learn ten times slower."

@@ -75,9 +75,9 @@ def _verdict(trajectory: xr.Dataset) -> str:
     seeds, share = trajectory.sizes["seed"], share_regained(trajectory.trained_entropy)
     count, falling = int(bounced(trajectory).sum()), int(still_falling(trajectory).sum())
     low, high = mean_interval(share.values)
-    interval = f" ± {(high - low) / 2:.0%}" if seeds > 1 else ""
-    verdict = f"{count}/{seeds} bounce" + (f", {falling} still fall" if falling else "")
-    return f"{verdict}\nregains {float(share.mean()):.0%}{interval}"
+    interval = f" ± {50 * (high - low):.0f}" if seeds > 1 else ""
+    verdict = f"{count} of {seeds} come back" + (f", {falling} still falling" if falling else "")
+    return f"{verdict}\nregains {100 * float(share.mean()):.0f}{interval} %"
 
 
 def draw_speed(run: xr.Dataset) -> Figure:

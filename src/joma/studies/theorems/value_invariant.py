@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import xarray as xr
 
 from joma.arguments import whole
@@ -24,7 +26,7 @@ from joma.studies.theorems.value_training import (
     rounding,
     trial,
 )
-from joma.study import Claim, Context, Drawing, Preset, Study, above, at_least, at_most, below
+from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, above, at_least, at_most, below
 
 FLOW_ERROR = 1e-8  # what an integrator with relative tolerance 1e-11 may leave along a flow
 LAW_TOLERANCE = 0.01  # a law holds up to 1 % of what there was to predict, as in `invariance`
@@ -240,7 +242,7 @@ def _rung_claims(rung: str) -> tuple[Claim, ...]:
     exact = rung in EXACT_RUNGS
     law = Claim(
         f"ladder-{rung}",
-        f"On the ladder, the value law {'holds' if exact else 'fails'} {PREMISES[rung]}.",
+        f"Towards a language model, the value law {'holds' if exact else 'fails'} {PREMISES[rung]}.",
         lambda run: (
             worst(run.ladder_residual.sel(rung=rung)) / run.ladder_rounding
             if exact
@@ -253,7 +255,7 @@ def _rung_claims(rung: str) -> tuple[Claim, ...]:
     )
     error = Claim(
         f"informative-{rung}",
-        f"On the ladder, value vectors predict Σ_m z better than no change does, {PREMISES[rung]}.",
+        f"Towards a language model, values predict Σ_m z better than no change, {PREMISES[rung]}.",
         lambda run: at_end(run.ladder_error, rung=rung, correction="none"),
         below(1.0),
         kind="control",
@@ -262,7 +264,7 @@ def _rung_claims(rung: str) -> tuple[Claim, ...]:
     )
     correlation = Claim(
         f"correlated-{rung}",
-        f"On the ladder, value vectors predict which tokens draw attention, {PREMISES[rung]}.",
+        f"Towards a language model, values predict which tokens draw attention, {PREMISES[rung]}.",
         lambda run: at_end(run.ladder_correlation, rung=rung),
         above(0.0),
         kind="control",
@@ -294,6 +296,33 @@ NOT_KEYS = Claim(
     quantity=f"{RELATIVE}, from the law of linear attention; smaller of both attentions",
     across="interval",
 )
+
+
+CLAIMS = (
+    *(_flow_claim(law) for law in LAWS),
+    *(_sgd_claim(law) for law in LAWS),
+    PLAIN_SGD,
+    NOT_KEYS,
+    *(claim for network in ABOVE for claim in _above_claims(network)),
+    *(_joma_claim(network) for network in ABOVE),
+    *(_breaker_claim(breaker) for breaker in BREAKING),
+    *(claim for rung in PREMISES for claim in _rung_claims(rung)),
+)
+
+
+Measure = Callable[[xr.Dataset], xr.DataArray | float]
+
+
+def _of_every_seed(measure: Measure) -> Measure:
+    """Return the measure; it raises `NotInRun` where a seed has none: a training that diverged refutes no law."""
+
+    def checked(run: xr.Dataset) -> xr.DataArray | float:
+        values = measure(run)
+        if np.isnan(values).any():
+            raise NotInRun("finite value in every seed: a training or a flow diverged")
+        return values
+
+    return checked
 
 
 def outcome(run: xr.Dataset) -> str:
@@ -336,16 +365,7 @@ STUDY = Study(
         "paper": Preset(Config(steps=1500, ladder_steps=1500, until=20.0), seeds=10, seconds=120),
     },
     run=run,
-    claims=(
-        *(_flow_claim(law) for law in LAWS),
-        *(_sgd_claim(law) for law in LAWS),
-        PLAIN_SGD,
-        NOT_KEYS,
-        *(claim for network in ABOVE for claim in _above_claims(network)),
-        *(_joma_claim(network) for network in ABOVE),
-        *(_breaker_claim(breaker) for breaker in BREAKING),
-        *(claim for rung in PREMISES for claim in _rung_claims(rung)),
-    ),
+    claims=tuple(replace(claim, measure=_of_every_seed(claim.measure)) for claim in CLAIMS),
     outcome=outcome,
     threads=1,
     exact_shards=False,
