@@ -93,6 +93,26 @@ def grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return weights @ value[:, None]
 
 
+def written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    exponentials = torch.exp(query @ key.mT)
+    return (exponentials / exponentials.sum(dim=-1, keepdim=True)) @ value
+
+
+def written_out_and_shifted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    logits = query @ key.mT
+    exponentials = (logits - logits.amax(-1, keepdim=True)).exp()
+    weights = torch.div(exponentials, torch.sum(exponentials, -1, True))
+    return F.dropout(weights, 0.5, training=False) @ value
+
+
+def logarithm_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.log_softmax(query @ key.mT, dim=-1).exp() @ value
+
+
+def softmin(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.softmin(-(query @ key.mT), dim=-1) @ value
+
+
 ATTENTIONS = [
     method,
     cast_dropped_and_masked,
@@ -105,6 +125,10 @@ ATTENTIONS = [
     transposed,
     shifted_by_the_maximum,
     grouped,
+    written_out,
+    written_out_and_shifted,
+    logarithm_first,
+    softmin,
 ]
 
 
@@ -120,6 +144,47 @@ def test_attention_is_found_by_its_use_and_has_the_entropy_of_its_weights(comput
     query, key, _ = inputs()
     largest = torch.as_tensor(seen.dataset().largest_logit.values[0, 0]).float()
     torch.testing.assert_close(largest, (query @ key.mT).amax(-1))
+
+
+def exponentials_changed_in_place(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    exponentials = torch.exp(query @ key.mT)
+    total = exponentials.sum(-1, keepdim=True)
+    exponentials[..., 0] = 0.0
+    return (exponentials / total) @ value
+
+
+def another_sum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    exponentials = torch.exp(query @ key.mT)
+    total = torch.exp(query @ key.mT).sum(-1, keepdim=True)
+    return (exponentials / total) @ value
+
+
+def without_a_sum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    exponentials = torch.exp(query @ key.mT)
+    return (exponentials / LENGTH) @ value + exponentials.sum(-1, keepdim=True) / exponentials.sum()
+
+
+def logarithm_changed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (2 * F.log_softmax(query @ key.mT, dim=-1)).exp() @ value
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [exponentials_changed_in_place, another_sum, without_a_sum, logarithm_changed],
+    ids=lambda compute: compute.__name__,
+)
+def test_what_is_nearly_a_softmax_is_measured_as_none(compute: Callable) -> None:
+    model = nn.ModuleList([Layer(method), Layer(compute)])
+    with attention(model) as seen:
+        for layer in model:
+            layer(*inputs())
+    assert [list(layers) for layers in seen.passes] == [["0"]]
+
+
+def test_written_softmaxes_work_in_inference_mode_without_being_seen() -> None:
+    layer = Layer(written_out)
+    with torch.inference_mode(), pytest.raises(InputError, match="attention"), attention(layer):
+        layer(*inputs())
 
 
 def router(query: Tensor, _: Tensor, value: Tensor) -> Tensor:

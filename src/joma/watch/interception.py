@@ -33,6 +33,7 @@ from joma.watch.recording import Recording
 from joma.watch.softmaxes import LINEAR, SOFTMAXES, Softmaxes, Use, attention_logits, head_count, holds_values
 from joma.watch.switches import compilation
 from joma.watch.unseen import NO_VALUES, never_recorded
+from joma.watch.written_softmaxes import STEPS
 
 _SDPA = F.scaled_dot_product_attention
 _MULTI_HEAD = F.multi_head_attention_forward
@@ -54,7 +55,9 @@ class Interceptor(TorchFunctionMode):
             _MULTI_HEAD: self._multi_head_attention,
             flex_operator: self._flex,
             **{function: partial(self._softmax, function) for function in SOFTMAXES},
+            F.softmin: self._softmin,
             **{function: partial(self._subtract, function) for function in _SUBTRACTIONS},
+            **{function: partial(self._written, function) for function in STEPS},
         }
 
     def __torch_function__(
@@ -188,6 +191,27 @@ class Interceptor(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.softmaxes.note_shift(args, result)
         if self._followed:
+            self.softmaxes.follow(func, args, kwargs, result)  # which is no use of them
+        return result
+
+    def _softmin(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute a softmin, and follow its result as the softmax of the negative logits."""
+        weights = F.softmin(*args, **kwargs)
+        active = self.active
+        logits = args[0] if args else kwargs["input"]
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if active and isinstance(dim, int) and logits.ndim > 2:
+            self._note_softmax(active, -logits, weights, dim)
+        return weights
+
+    def _written(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute a step of a softmax that a module may write out, and follow the result of the last one."""
+        result = func(*args, **kwargs)
+        active = self.active
+        softmax = self.softmaxes.written.note(func, args, kwargs, result) if active else None
+        if softmax is not None:
+            self._note_softmax(active, softmax[0], result, softmax[1])
+        elif self._followed:
             self.softmaxes.follow(func, args, kwargs, result)  # which is no use of them
         return result
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from joma.watch.weight_functions import COPIES, PERMUTATIONS, SELECTIONS, VIEWS, WITHOUT_WEIGHTS, leaves_weights
+from joma.watch.written_softmaxes import WrittenSoftmaxes
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head", "h")
 Axes = tuple[tuple[int, ...], ...]  # for each axis of a tensor, the axes of the softmax that it comes from
@@ -111,10 +112,12 @@ class Softmaxes:
 
     Attributes:
         traces: the tensors that hold their weights, by identity; the same dictionary for good.
+        written: the steps of softmaxes that modules write out.
     """
 
     def __init__(self) -> None:
         self.traces: dict[int, _Trace] = {}
+        self.written = WrittenSoftmaxes()
         self._shift: tuple[weakref.ref[Tensor], Tensor] | None = None  # logits minus their maximum, and the logits
         self._averages: deque[tuple[weakref.ref[Tensor], Softmax]] = deque(maxlen=4)  # the last averages of values
 
@@ -125,6 +128,7 @@ class Softmaxes:
         """Forget all of them."""
         self.traces.clear()
         self._averages.clear()
+        self.written.clear()
         self._shift = None
 
     def add(self, logits: Tensor, weights: Tensor, dim: int, context: Any) -> None:
