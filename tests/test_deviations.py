@@ -160,6 +160,8 @@ def said_of_bounce_cause():
     assert stored.measured["memorises"]["max"] < 0.001
     yield f"it returns by {100 * stored.measured['memorised']['mean']:.0f} % of the start"
     yield f"with an interval of {stored.interval('memorised')} over three seeds"
+    yield f"with W_V and W_O frozen (interval {stored.interval('late-less-value-path')})"
+    yield f"memorised text (interval {stored.interval('late-memorised')} of the start)"
 
 
 def said_of_ladder():
