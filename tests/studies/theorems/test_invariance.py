@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import xarray as xr
+from scipy.stats import t as student
 
 from joma.arguments import InputError
-from joma.studies.theorems.invariance import STUDY, Config, early, outcome, run
+from joma.studies.theorems.invariance import CHANCE, STUDY, Config, early, outcome, own_gain, run
 from joma.study import Context
 
 SMALL = Config(classes=4, distinct=3, common=2, dim=8, steps=40)
@@ -84,6 +86,36 @@ def test_a_claim_about_a_training_that_was_left_out_is_not_tested(small):
     long = small.small.sel(unit="linear", drop=True).rename(step="long_step")
     measured = claim.judge(small.assign(long_error=long), "paper")["measured"]["values"]
     np.testing.assert_allclose(measured, long.isel(long_step=-1).max("kind"))
+
+
+def test_chance_is_the_correlation_of_twenty_independent_pairs():
+    quantile = student.ppf(0.975, 18)
+    assert pytest.approx(quantile / np.sqrt(18 + quantile**2), abs=5e-4) == CHANCE
+
+
+def test_a_prediction_is_compared_with_the_logits_of_other_seeds():
+    """Three seeds whose logits are orthogonal: a prediction correlates with its own seed by 1, with the others by 0."""
+    axes = {"attention": ["softmax"], "activation": ["linear"], "kind": ["gaussian"]}
+    logits = np.linalg.qr(np.vander(np.linspace(-1, 1, 8), 4, increasing=True))[0].T[1:]  # their means are 0
+    shape = (3, 1, 1, 1, 8)
+    dims = ("seed", *axes, "token")
+    made = xr.Dataset(
+        {
+            "law": (dims, logits.reshape(shape)),
+            "predicted": ((*dims, "correction"), logits.reshape(*shape, 1)),
+        },
+        {**axes, "seed": [0, 1, 2], "correction": ["none"]},
+    )
+    np.testing.assert_allclose(own_gain(made, "gaussian"), 1.0)
+    swapped = made.assign(predicted=made.predicted.roll(seed=1))
+    np.testing.assert_allclose(own_gain(swapped, "gaussian"), -0.5, atol=1e-12)
+    same = made.assign(predicted=made.predicted.isel(seed=[0, 0, 0]).assign_coords(seed=[0, 1, 2]))
+    np.testing.assert_allclose(own_gain(same, "gaussian"), [1.0, -0.5, -0.5], atol=1e-12)
+
+
+def test_one_seed_alone_cannot_be_compared_with_others(small):
+    claim = next(claim for claim in STUDY.claims if claim.name == "own-seed")
+    assert claim.judge(small.isel(seed=[0]), "quick")["verdict"] == "not tested"
 
 
 def test_early_is_a_fifth_of_training(small):

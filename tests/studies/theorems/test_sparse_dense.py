@@ -35,7 +35,8 @@ def test_constants_of_our_own_are_checks_and_the_independent_solution_is_judged(
     constants = ("figure-4-least", "example-end", "ratio-constants", "condition")
     own_solutions = ("trained", "linear-trained", "ratio-flow")  # Euler steps of the flow, and our own closed form
     assert {kinds[name] for name in (*constants, *own_solutions)} == {"check"}
-    assert kinds["ratio-limit"] == "theorem"
+    assert kinds["ratio-limit"] == "control"  # a limit at a finite time, within a bound of our own
+    assert kinds["always"] == "theorem"
     wrong = trajectory.assign(pair_ratio_flow=0.99 * trajectory.pair_ratio_flow)
     assert verdicts(wrong)["ratio-flow"] == verdicts(wrong)["ratio-limit"] == "does not hold"
     assert verdicts(wrong)["ratio-constants"] == "holds"  # of the closed form

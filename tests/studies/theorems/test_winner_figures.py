@@ -6,7 +6,7 @@ import pytest
 from drawn import legend, series, title
 from joma.studies.theorems.winner import STUDY, Config, run
 from joma.studies.theorems.winner_figures import draw_figure_3, draw_growth, draw_highlight
-from joma.studies.theorems.winner_measures import late_speed, ratio_spread
+from joma.studies.theorems.winner_measures import growing, ratio_spread
 from joma.study import Context
 
 
@@ -46,12 +46,12 @@ def test_figure_3_is_drawn_as_two_images_and_the_weights_of_one_unit(trajectory)
 
 def test_the_highlight_colours_the_weights_that_keep_growing(trajectory):
     (panel,) = draw_highlight(trajectory).axes
-    growing = np.flatnonzero(late_speed(trajectory).isel(seed=0, hidden=0) >= 1)
-    assert 0 < len(growing) < 20
-    assert legend(panel) == [*(f"token {word}" for word in growing), "other tokens"]
-    assert panel.get_title() == f"{len(growing)} of 20 weights grow, the rest saturate"
-    drawn = series(panel)[f"token {growing[0]}"]
-    np.testing.assert_array_equal(drawn[:, 1], trajectory.figure_3.isel(seed=0, hidden=0, word=growing[0]))
+    words = np.flatnonzero(growing(trajectory).isel(seed=0, hidden=0))
+    assert 0 < len(words) < 20
+    assert legend(panel) == [*(f"token {word}" for word in words), "other tokens"]
+    assert panel.get_title() == f"{len(words)} of 20 weights grow, the rest saturate"
+    drawn = series(panel)[f"token {words[0]}"]
+    np.testing.assert_array_equal(drawn[:, 1], trajectory.figure_3.isel(seed=0, hidden=0, word=words[0]))
 
 
 def test_the_study_has_its_figure_as_a_highlight():

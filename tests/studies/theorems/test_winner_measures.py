@@ -65,6 +65,33 @@ def test_late_speed_tells_growth_from_saturation():
     np.testing.assert_allclose(speed.values.ravel(), [1.0, 0.0, 1.9], atol=1e-12)
 
 
+def test_a_weight_on_its_way_back_does_not_grow():
+    """It is as fast at the end as on average, but towards its start (or, from a far start, towards zero)."""
+    steps = np.arange(0, 2001, 40)
+    there_and_back = 2.0 - np.abs(steps / 500.0 - 2.0) * 0.9
+    to_zero = 1.0 - steps / 2000.0 * 0.9
+    away = 0.1 + steps / 2000.0
+    run = figure_3(np.stack([there_and_back, to_zero, away, -away], axis=1), steps)
+    assert (measures.late_speed(run).values.ravel() >= 1 - 1e-9).all()
+    np.testing.assert_array_equal(measures.growing(run).values.ravel(), [False, False, True, True])
+    np.testing.assert_array_equal(measures.growing_units(run), [1.0])
+    np.testing.assert_array_equal(measures.growing_units(run.isel(word=[0, 1])), [0.0])
+
+
+def test_a_diverged_weight_leaves_its_seed_without_growing_units():
+    steps = np.arange(0, 2001, 40)
+    run = figure_3(np.stack([steps / 2000.0, np.where(steps > 1000, np.nan, 1.0)], axis=1), steps)
+    assert np.isnan(measures.growing_units(run)).all()
+
+
+def test_the_distance_of_a_diverged_seed_is_unknown(flow):
+    trained = flow.trained.copy()
+    trained[0, -1, 0], trained[0, -1, 2] = np.nan, np.nan
+    diverged = flow.assign(trained=trained)
+    np.testing.assert_allclose(measures.of_others(diverged, "trained"), [np.nan, 0.0])
+    assert np.isnan(measures.of_winner(diverged, "trained"))
+
+
 def test_salience_of_common_tokens_is_relative_to_that_of_distinct_ones():
     delta = np.concatenate([np.full((10, 3), 2.0), np.full((10, 3), -0.5)])[None]
     run = xr.Dataset({"figure_3_salience": (("seed", "word", "hidden"), delta)})

@@ -110,5 +110,5 @@ def _with_closed_forms(
 
 
 def distance(run: xr.Dataset, trained: str, predicted: str) -> xr.DataArray:
-    """Return the largest distance of a driven block from its closed form, relative to 1 + |v|, per seed."""
-    return single_unit.distance(run[trained], run[predicted]).max(("token", "time"))
+    """Return a driven block's largest distance from its closed form over 1 + |v|, per seed; NaN if it diverged."""
+    return single_unit.distance(run[trained], run[predicted]).max(("token", "time"), skipna=False)

@@ -9,29 +9,28 @@ from matplotlib.figure import Figure
 
 from joma.drawing import canvas, letters, measured, theory
 from joma.studies.theorems import single_unit
-from joma.studies.theorems.winner_measures import DISTINCT, is_winner, late_speed, ratio_spread
+from joma.studies.theorems.winner_measures import DISTINCT, growing, is_winner, ratio_spread
 
 
 def draw_highlight(run: xr.Dataset) -> Figure:
     """Draw the weights of one hidden unit of Figure 3's block in one panel."""
     figure, axes = canvas(1, 1, width=3.2, height=2.3)
-    growing = _draw_weights(axes[0, 0], run)
-    axes[0, 0].set(title=f"{growing} of {run.sizes['word']} weights grow, the rest saturate")
+    count = _draw_weights(axes[0, 0], run)
+    axes[0, 0].set(title=f"{count} of {run.sizes['word']} weights grow, the rest saturate")
     return figure
 
 
 def _draw_weights(panel: Axes, run: xr.Dataset) -> int:
     """Draw all weights of the first hidden unit over training, and return how many of them keep growing."""
-    v, speed = run.figure_3.isel(seed=0, hidden=0), late_speed(run).isel(seed=0, hidden=0)
-    growing = np.flatnonzero(speed >= 1)
-    for word in np.flatnonzero(speed < 1):
+    v, grows = run.figure_3.isel(seed=0, hidden=0), growing(run).isel(seed=0, hidden=0)
+    for word in np.flatnonzero(~grows):
         panel.plot(run.step, v.isel(word=word), color="0.6", linewidth=0.9)
-    for index, word in enumerate(growing, start=1):
+    for index, word in enumerate(np.flatnonzero(grows), start=1):
         theory(panel, run.step, v.isel(word=word), index, f"token {word}")
     panel.plot([], [], color="0.6", linewidth=0.9, label="other tokens")
     panel.set(xlabel="step", ylabel="weight $v$")
     panel.legend(loc="upper left")
-    return len(growing)
+    return int(grows.sum())
 
 
 def draw_growth(run: xr.Dataset) -> Figure:
@@ -94,7 +93,7 @@ def draw_figure_3(run: xr.Dataset) -> Figure:
         panel.set_yticks(range(0, first.sizes["word"], 5))
         panel.set(xlabel="hidden unit (class)", ylabel="token: distinct, then common", title=title)
         figure.colorbar(image, ax=panel)
-    growing = _draw_weights(axes[0, 2], run)
-    axes[0, 2].set(title=f"Unit 0: {growing} weights keep growing")
+    count = _draw_weights(axes[0, 2], run)
+    axes[0, 2].set(title=f"Unit 0: {count} weights keep growing")
     letters(axes)
     return figure

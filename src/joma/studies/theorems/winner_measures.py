@@ -17,18 +17,18 @@ def is_winner(run: xr.Dataset) -> xr.DataArray:
 
 
 def distance(run: xr.Dataset, name: str) -> xr.DataArray:
-    """Return the largest |v − flow| / (1 + |flow|) over times, per seed and token, of the variable `name`."""
-    return single_unit.distance(run[name], run.integrated).max("time")
+    """Return the largest |v − flow| / (1 + |flow|) over times, per seed and token; NaN if the seed diverged."""
+    return single_unit.distance(run[name], run.integrated).max("time", skipna=False)
 
 
 def of_others(run: xr.Dataset, name: str) -> xr.DataArray:
     """Return the largest distance of a token that does not win, per seed."""
-    return distance(run, name).where(~is_winner(run)).max("token")
+    return distance(run, name).where(~is_winner(run), 0.0).max("token", skipna=False)
 
 
 def of_winner(run: xr.Dataset, name: str) -> float:
     """Return the largest distance of a winner: one number, as the winners of all seeds have the same salience."""
-    return float(distance(run, name).where(is_winner(run)).max())
+    return float(distance(run, name).where(is_winner(run), 0.0).max(skipna=False))
 
 
 def ratio_spread(run: xr.Dataset, divisor: float) -> xr.DataArray:
@@ -67,7 +67,24 @@ def salience_of_common(run: xr.Dataset) -> xr.DataArray:
 
 def late_speed(run: xr.Dataset) -> xr.DataArray:
     """Return each weight's speed in the last tenth of Figure 3's training over its mean speed; 1 at constant speed."""
+    return abs(_late_velocity(run))
+
+
+def growing(run: xr.Dataset) -> xr.DataArray:
+    """Return whether each weight of Figure 3 ends at its mean speed or faster, in its own direction and away from 0."""
+    v = run.figure_3
+    return (_late_velocity(run) >= 1) & (v.isel(step=-1) * (v.isel(step=-1) - v.isel(step=0)) > 0)
+
+
+def growing_units(run: xr.Dataset) -> xr.DataArray:
+    """Return the share of Figure 3's hidden units with a growing weight, per seed; NaN if the seed diverged."""
+    finite = run.figure_3.isel(step=-1).notnull().all(("word", "hidden"))
+    return growing(run).any("word").mean("hidden").where(finite)
+
+
+def _late_velocity(run: xr.Dataset) -> xr.DataArray:
+    """Return each weight's late velocity (last tenth of training) over its mean one; negative on its way back."""
     v, records = run.figure_3, run.sizes["step"] - 1
     last = max(1, records // 10)
-    late = abs(v.isel(step=-1) - v.isel(step=-1 - last)) / (run.step[-1] - run.step[-1 - last])
-    return late / (abs(v.isel(step=-1) - v.isel(step=0)) / (run.step[-1] - run.step[0]))
+    late = (v.isel(step=-1) - v.isel(step=-1 - last)) / (run.step[-1] - run.step[-1 - last])
+    return late / ((v.isel(step=-1) - v.isel(step=0)) / (run.step[-1] - run.step[0]))
