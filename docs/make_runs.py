@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from joma.report.html import new_source
-from joma.report.table import spread
+from joma.report.table import duration, spread
 from joma.runs import Description, find_runs, open_run, read_claims, read_config
 from joma.studies import STUDIES, load
 from joma.study import Study
@@ -153,7 +153,7 @@ def costs(paths: list[Path]) -> Iterator[str]:
     yield "|---|---|---|"
     for name in STUDIES:
         preset = load(name).presets["paper"]
-        full = f"{preset.seeds} seed{'s' * (preset.seeds > 1)}, about {_duration(preset.seconds)} on 2 cores"
+        full = f"{preset.seeds} seed{'s' * (preset.seeds > 1)}, about {duration(preset.seconds)} on 2 cores"
         if name not in stored:
             yield f"| {name} | not run: {NOT_STORED[name]} | {full} |"
         elif _is_reduced(stored[name]):
@@ -169,12 +169,6 @@ def _is_reduced(path: Path) -> bool:
     """Return whether a stored run has fewer seeds or another config than its preset, the name of its text apart."""
     words = shlex.split(command(path))
     return "--seeds" in words or any(word.partition("=")[0] not in ("corpus", word) for word in words)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 600:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def page(paths: list[Path]) -> str:

@@ -147,8 +147,16 @@ def test_list(capsys):
     assert "toy: A line" in out
     assert "quick 1 s, paper 2 s" in out
     assert "Every seed ends above 2." in out
+    assert out.index("Every seed ends above 2.") < out.index("Studies")  # the overview is what a terminal shows last
+    assert joma("list", "toy", capsys=capsys) == (0, out, "")
     code, out, _ = joma("list", "--json", capsys=capsys)
     assert json.loads(out)[0]["presets"]["paper"]["config"]["points"] == 50
+
+
+def test_list_of_a_study_that_does_not_exist_is_exit_2(capsys):
+    code, out, err = joma("list", "toi", capsys=capsys)
+    assert (code, out) == (2, "")
+    assert "'toy'" in err
 
 
 def test_report_is_one_file_with_everything_inside(tmp_path, capsys):

@@ -41,25 +41,28 @@ from joma.train import interrupt
 
 @dataclass(frozen=True)
 class ListCommand:
-    """List the studies, their claims, presets and cost."""
+    """List the studies, their claims, presets and cost: the claims of each, then one line for each study."""
 
+    studies: Positional[Annotated[tuple[str, ...], arg(metavar="STUDY")]] = ()
+    """Names of studies; all if none is given."""
     json: bool = False
     """Print one JSON document instead of tables."""
 
     def __call__(self) -> int:
         from joma.studies import STUDIES, load
 
-        studies = [load(name) for name in STUDIES]
+        studies = [load(name) for name in self.studies or STUDIES]
         if self.json:
             emit([_listing(study) for study in studies])
             return DONE
         from joma.report.table import grid, show
 
         for study in studies:
-            costs = ", ".join(f"{name} {preset.seconds:g} s" for name, preset in study.presets.items())
             rows = ((c.kind, c.statement, c.expected.text, ", ".join(c.presets)) for c in study.claims)
-            columns, note = ("kind", "claim", "expected", "decided at"), f"{study.source}; on 2 cores: {costs}"
-            show(grid(f"{study.name}: {study.title}", columns, rows, note))
+            show(grid(f"{study.name}: {study.title}", ("kind", "claim", "expected", "decided at"), rows, study.source))
+        rows = ((study.name, study.title, str(len(study.claims)), _costs(study)) for study in studies)
+        columns = ("study", "title", "claims", "cost on 2 cores")
+        show(grid("Studies", columns, rows, "joma list STUDY shows the claims of one, joma run STUDY runs it."))
         return DONE
 
 
@@ -257,6 +260,12 @@ Command = (
     | Annotated[ReportCommand, subcommand(name="report")]
     | Annotated[LabCommand, subcommand(name="lab")]
 )
+
+
+def _costs(study: Any) -> str:
+    from joma.report.table import duration
+
+    return ", ".join(f"{name} {duration(preset.seconds)}" for name, preset in study.presets.items())
 
 
 def _listing(study: Any) -> dict[str, Any]:

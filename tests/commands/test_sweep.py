@@ -7,7 +7,6 @@ import pytest
 
 from command_line import joma
 from joma import engine, open_run, open_sweep
-from joma.commands.sweep import duration
 from offered_studies import offer
 from sweep_study import InlineEngine
 
@@ -94,7 +93,3 @@ def test_bad_options_are_one_line_and_nothing_is_written(tmp_path, capsys, args,
     assert expected in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_times_are_text():
-    assert [duration(seconds) for seconds in (0.5, 75, 600, 7200)] == ["0.5 s", "75 s", "10 min", "2 h"]

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 from rich.console import Console
 
-from joma.report.table import MARKS, claims, count_text, grid, number, show, spread, totals
+from joma.report.table import MARKS, claims, count_text, duration, grid, number, show, spread, totals
 from joma.verdicts import KINDS
 
 
@@ -27,6 +27,10 @@ def text_of(table, width=200):
 )
 def test_numbers_have_four_significant_digits(value, expected):
     assert number(value) == expected
+
+
+def test_times_are_text():
+    assert [duration(seconds) for seconds in (0.5, 75, 600, 7200)] == ["0.5 s", "75 s", "10 min", "2 h"]
 
 
 def test_a_spread_is_the_number_alone_for_one_seed():

@@ -127,7 +127,7 @@ class SweepCommand:
 
 def _show_plan(conduct: Conduct, jobs: int | None) -> None:
     """Print the table of units before they run, with an estimate of what they cost."""
-    from joma.report.table import grid, show
+    from joma.report.table import duration, grid, show
 
     sweep, cost, left = conduct.sweep, conduct.cost, {unit.run for unit in conduct.left}
 
@@ -164,17 +164,6 @@ def _abridged(rows: Sequence[tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
     first = MAX_ROWS - LAST_ROWS
     gap = ("…", f"{len(rows) - MAX_ROWS} more", *[""] * (len(rows[0]) - 2))
     return [*rows[:first], gap, *rows[-LAST_ROWS:]]
-
-
-def duration(seconds: float) -> str:
-    """Return a time as text, in the unit that suits it.
-
-    >>> duration(9.6), duration(600), duration(90_000)
-    ('9.6 s', '10 min', '25 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
 def _show_results(sweep: Sweep, picture: Path | None, *, new: int) -> None:

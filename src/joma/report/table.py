@@ -30,6 +30,17 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value + 0.0:.4g}"  # the sum of −0 and 0 is 0
 
 
+def duration(seconds: float) -> str:
+    """Return a time as text, in the unit that suits it.
+
+    >>> duration(9.6), duration(600), duration(90_000)
+    ('9.6 s', '10 min', '25 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
 def spread(measured: Mapping[str, Any]) -> str:
     """Return mean ± standard deviation and range over the seeds as text, or the number alone if there is just one.
 
