@@ -144,7 +144,9 @@ def test_the_outcome_gives_our_numbers_beside_the_authors(theirs):
     assert "falls by 0.97 nats and recovers by 0.67 (authors: 0.97 and 0.67)" in sentence
     losses = "5.356, 5.255, 5.167 and 5.109"
     assert f"is {losses} nats with 1, 2, 5 and 10 layers (published: {losses})" in sentence
-    assert "authors" not in outcome(theirs.assign_attrs(types=3))
+    other = outcome(theirs.assign_attrs(types=3, tokens=65_000))
+    assert "authors" not in other
+    assert other.startswith("This is not WikiText-2 but a text of 65,000 tokens. With 1 layer entropy falls by ")
     assert outcome(theirs.sel(depth=[2])) == (
         "The least validation loss is 5.255 nats with 2 layers (published: 5.255)."
     )

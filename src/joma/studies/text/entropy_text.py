@@ -76,15 +76,15 @@ def _comparable(run: xr.Dataset, depth: int) -> xr.Dataset:
 
 
 def best_loss(run: xr.Dataset, depth: int) -> xr.DataArray:
-    """Return the least validation loss on WikiText-2, per seed."""
-    return _comparable(run, depth).valid_loss.min("step")
+    """Return the least validation loss on WikiText-2, per seed; NaN for a seed that diverged."""
+    return _comparable(run, depth).valid_loss.min("step", skipna=False)
 
 
 def best_loss_103(run: xr.Dataset, depth: int) -> xr.DataArray:
-    """Return the least validation loss on WikiText-103, per seed; `NotInRun` on any other text."""
+    """Return the least validation loss on WikiText-103, per seed, NaN if diverged; `NotInRun` on any other text."""
     if not on_wikitext103(run):
         raise NotInRun("WikiText-103")
-    return select(run, depth=depth).valid_loss.min("step")
+    return select(run, depth=depth).valid_loss.min("step", skipna=False)
 
 
 def text_entropy(run: xr.Dataset, depth: int) -> xr.DataArray:
@@ -132,12 +132,12 @@ def one_layer_recovery(run: xr.Dataset, where: str) -> xr.DataArray:
 def largest_rise(run: xr.Dataset) -> xr.DataArray:
     """Return the largest rise of the least validation loss from one depth to the next, per seed; below 0 if none.
 
-    `NotInRun` where there is one depth only.
+    NaN for a seed that diverged at any depth. `NotInRun` where there is one depth only.
     """
     if run.sizes["depth"] < 2:
         raise NotInRun("second depth")
-    best = run.valid_loss.sortby("depth").min("step")
-    return (best - best.shift(depth=1)).max("depth")
+    best = run.valid_loss.sortby("depth").min("step", skipna=False)
+    return best.diff("depth").max("depth", skipna=False)
 
 
 def _layers(depth: int) -> str:
@@ -265,16 +265,17 @@ def outcome(run: xr.Dataset) -> str:
     compared = on_wikitext(run)
     losses = [float(run.valid_loss.sel(depth=depth).min("step").mean()) for depth in depths]
     listed = f"{_listed([f'{loss:.3f}' for loss in losses])} nats with {_listed([str(depth) for depth in depths])} "
+    other = "" if compared else f"This is not WikiText-2 but a text of {int(run.attrs.get('tokens', 0)):,} tokens. "
     sentence = f"The least validation loss is {listed}{'layer' if depths == [1] else 'layers'}"
     if compared and set(depths) <= set(PUBLISHED_LOSS):
         sentence += f" (published: {_listed([f'{PUBLISHED_LOSS[depth]:.3f}' for depth in depths])})"
     if 1 not in depths:
-        return f"{sentence}."
+        return f"{other}{sentence}."
     curve = run.entropy.sel(depth=1).isel(layer=0).mean("head")
     sizes = f"by {float(fall(curve).mean()):.2f} nats and recovers by {float(recovery(curve).mean()):.2f}"
     authors = published_entropy(1).isel(layer=0)
     theirs = f" (authors: {float(fall(authors).mean()):.2f} and {float(recovery(authors).mean()):.2f})"
-    return f"With 1 layer entropy falls {sizes}{theirs * compared}. {sentence}."
+    return f"{other}With 1 layer entropy falls {sizes}{theirs * compared}. {sentence}."
 
 
 def _listed(words: list[str]) -> str:

@@ -133,6 +133,7 @@ def draw_highlight(run: xr.Dataset) -> Figure:
         curve = published().entropy.sel(depth=depth).isel(layer=0).mean("seed")
         panel.plot(curve.step / THOUSAND, curve, ".", color=COLOURS[2], markersize=4, label="published")
         panel.legend(loc="lower right")
-    panel.set(title=f"Attention along training, {depth} layer{'s' * (depth > 1)}")
+    other = "" if on_wikitext(run) else "another text, "
+    panel.set(title=f"Attention along training, {other}{depth} layer{'s' * (depth > 1)}")
     panel.set(xlabel="minibatches (thousands)", ylabel="entropy (nats)")
     return figure
