@@ -3,8 +3,10 @@
 import pytest
 
 from joma.runs import open_run, read_claims
+from joma.studies.hierarchy import layer_entropy
 from joma.studies.symmetry import addition_measures
 from joma.studies.theorems.ladder_measures import arrived, arrived_cases, came_back, fall
+from joma.study import mean_interval
 from test_docs import ROOT, RUNS
 
 DEVIATIONS = " ".join((ROOT / "docs" / "deviations.md").read_text(encoding="utf-8").split()).replace("−", "-")
@@ -76,11 +78,12 @@ def said_of_hierarchy_order():
     entropy = run.entropy_single.mean("seed")
     first, least, last = (float(value) for value in (entropy[0], entropy.min(), entropy[-1]))
     yield f"falls from {first:.2f} to {least:.2f} nats and comes back to {last:.2f} (means over seeds)"
-    names = ["bounce-1", *(f"bounce-3-layer-{layer}" for layer in (1, 2, 3))]
-    single, *layers = (sum(value > 0 for value in stored.measured[name]["values"]) for name in names)
+    bounce = layer_entropy.layer_bounce(run, 3)
+    single, *layers = (int((values > 0).sum()) for values in (layer_entropy.layer_bounce(run, 1), *bounce.T))
     yield f"beyond noise in {single} of 24 seeds"
     yield f"comes back in {layers[0]}, {layers[1]} and {layers[2]} of 24 seeds in layers 1 to 3"
-    yield f"is above 0 ({stored.interval('bounce-3-layer-1', 3)} of the start), although {24 - layers[0]} seeds"
+    low, high = mean_interval(bounce.sel(layer=1).values)
+    yield f"holds for layer 1 of three ({low:.3f} to {high:.3f} of the start), although {24 - layers[0]} of 24 seeds"
 
 
 def said_of_addition():

@@ -165,6 +165,14 @@ def test_a_diverged_seed_has_learnt_nothing():
     assert verdicts(run)["causal-learns"] == "does not hold"
 
 
+def test_a_diverged_seed_is_no_evidence_for_what_cannot_be_learnt():
+    """It gets no sum right, which says nothing of the order, nor of how slowly others learn it."""
+    run = ideal_run()
+    run.accuracy.loc[{"arm": ["none full", "both all"], "seed": 1, "step": slice(500, None)}] = np.nan
+    judged = verdicts(run)
+    assert judged["full"] == judged["both-residuals"] == "does not hold"
+
+
 NEEDED = {
     "ceiling-2": set(),
     "ceiling-3": set(),

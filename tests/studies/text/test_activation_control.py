@@ -55,6 +55,15 @@ def test_all_claims_hold_where_the_theorems_do():
     np.testing.assert_allclose(nonlinear_excess(trajectory), 0.5, atol=0.03)
 
 
+def test_what_a_seed_did_before_it_diverged_is_no_result():
+    clean = run_with({LINEAR: FALLS, **dict.fromkeys(NONLINEAR, TURNS)})[["entropy", "valid_loss"]]
+    clean["entropy"] = clean.entropy.where((clean.seed != 1) | (clean.step < 45))
+    diverged = clean.merge(bounces(clean.entropy))
+    for claim in CLAIMS:
+        np.testing.assert_array_equal(np.isnan(claim.measure(diverged)), [False, True, False], claim.name)
+    assert claims_with(diverged) == set()
+
+
 def test_a_linear_bounce_is_seen():
     trajectory = run_with(dict.fromkeys((LINEAR, *NONLINEAR), TURNS))
     assert claims_with(trajectory) == {"bounce-relu", "bounce-gelu", "bounce-silu", "sparser-linear"}

@@ -50,6 +50,17 @@ def made_up(noise=1e-3, **recoveries):
     return run.merge(train.rename({name: f"{TRAIN}{name}" for name in train}))
 
 
+def test_what_a_seed_did_before_it_diverged_is_no_result():
+    whole = made_up(free=(0.8, 0.6, 0.7), linear=(0.7, 0.6, 0.7))
+    entropy = whole.entropy.where((whole.seed != 1) | (whole.arm != "linear") | (whole.step < 35))
+    measured = bounces(entropy)
+    run = whole.assign(entropy=entropy, **{name: measured[name] for name in measured})
+    assert np.isfinite(run.recovery).all()
+    for measure in (recovery, beyond_chance, relative_return, half_margin, recovery_difference, p_value):
+        np.testing.assert_array_equal(np.isnan(measure(run, "linear")), [False, True, False], measure.__name__)
+    assert not np.isnan(recovery(run, "free")).any()
+
+
 def test_recoveries_are_compared_from_the_same_start():
     run = made_up(noise=0.0, free=(0.8, 0.6), linear=(0.7, 0.6), value_path=(0.0, 0.0))
     np.testing.assert_allclose(recovery_difference(run, "linear"), [0.1, 0.0], atol=1e-12)

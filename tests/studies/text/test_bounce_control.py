@@ -24,6 +24,7 @@ from joma.studies.text.bounce_control import (
     minimum_steps,
     outcome,
     recovery,
+    recovery_left,
     run,
 )
 from joma.studies.text.language_training import Freezing, FurtherMeasures, Variant, read_text, train
@@ -238,6 +239,16 @@ def test_recovery_is_from_each_layers_own_minimum(trajectory):
     linear.entropy[:] = linear.entropy * 0 + xr.DataArray([1.0, 2.0], dims="layer") * linear.step
     expected = (2 * 12 + 12 - 2 * linear.hold.sel(depth=2, layer=1) - linear.hold.sel(depth=2, layer=0)) / 2
     np.testing.assert_allclose(recovery(linear, 2, "free"), expected)
+
+
+@pytest.mark.parametrize("arm", ["free", "held"])
+def test_a_seed_that_diverged_is_not_one_whose_recovery_was_prevented(trajectory, arm):
+    diverged = trajectory.copy(deep=True)
+    diverged.entropy.loc[{"arm": arm, "seed": 0, "step": [12]}] = np.nan
+    judged = verdicts(diverged)
+    assert judged["prevented-1"] == judged["prevented-2"] == "does not hold"
+    assert np.isnan(recovery_left(diverged, 2, "held"))
+    assert np.isfinite(recovery_left(trajectory, 2, "held"))
 
 
 @pytest.mark.parametrize("arms", [["held"], ["steady"], ["clamped"], ["frozen", "steady"], []])

@@ -6,7 +6,14 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from joma.drawing import COLOURS, MARKERS
-from joma.studies.text.entropy_bounce import MIN_BOUNCE, SIGNIFICANCE, bounce_p_value, bounces, mark_minimum
+from joma.studies.text.entropy_bounce import (
+    MIN_BOUNCE,
+    SIGNIFICANCE,
+    bounce_p_value,
+    bounces,
+    is_complete,
+    mark_minimum,
+)
 
 STEPS = np.arange(40)
 
@@ -54,6 +61,14 @@ def test_the_p_value_of_a_bounce_is_one_unless_it_falls_and_recovers():
     p_values = {name: float(bounce_p_value(entropy_of(curve)).max()) for name, curve in curves.items()}
     assert p_values.pop("round") <= SIGNIFICANCE
     assert set(p_values.values()) == {1.0}
+
+
+def test_a_seed_that_diverged_has_no_p_value_even_if_it_bounced_before():
+    entropy = entropy_of(ROUND, ROUND, noise=0.005)
+    entropy[1, -2:] = np.nan
+    entropy = entropy.pad(layer=(0, 1))  # a layer that this model lacks
+    np.testing.assert_array_equal(np.isnan(bounce_p_value(entropy)), [False, True])
+    np.testing.assert_array_equal(is_complete(entropy), [True, False])
 
 
 def test_the_minimum_is_marked_where_the_curve_falls_far_enough():

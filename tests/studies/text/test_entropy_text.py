@@ -116,6 +116,15 @@ def test_a_curve_that_stops_short_is_not_judged_and_a_diverged_one_does_not_hold
     assert claims_with(diverged, "does not hold") >= CURVES
 
 
+@pytest.mark.parametrize("depth", [1, 10])
+def test_a_seed_that_diverged_has_no_least_loss(theirs, depth):
+    """Neither the least loss before it diverged nor the other depths stand for it."""
+    lost = (theirs.seed == 0) & (theirs.depth == depth) & (theirs.step > 50_000)
+    diverged = theirs.assign(valid_loss=theirs.valid_loss.where(~lost))
+    judged = verdicts(diverged, "paper")
+    assert judged[f"loss-{depth}"] == judged["deeper"] == "does not hold"
+
+
 def test_a_deeper_model_that_learns_less_is_seen(theirs):
     worse = theirs.assign(valid_loss=theirs.valid_loss + 0.2 * (theirs.depth == 5))
     assert verdicts(worse, "paper")["deeper"] == "does not hold"

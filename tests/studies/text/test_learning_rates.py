@@ -187,15 +187,32 @@ def test_the_papers_rate_is_not_judged_where_it_was_not_trained(known):
     assert judged["sooner"] == "not tested"  # one of two rates bounces: there is no slope
 
 
-def test_a_diverged_seed_has_collapsed_and_learned_nothing(known):
+def test_a_diverged_seed_has_learned_nothing_and_no_attention_that_collapsed(known):
     diverged = known.copy(deep=True)
     for name in ("entropy", "valid_loss"):
         diverged[name].loc[{"rate": 1e-1, "seed": 1, "step": slice(500, None)}] = np.nan
-    assert float(entropy_left(diverged).sel(rate=1e-1, seed=1)) == 0
-    assert float(cost(diverged).sel(seed=1)) == np.inf
+    assert np.isnan(entropy_left(diverged).sel(rate=1e-1, seed=1))
+    assert verdicts(diverged, "paper")["collapse"] == "does not hold"
+    assert np.isnan(cost(diverged).sel(seed=1))
     assert best_rate(diverged) == 2e-3
     (container,) = draw_rates(diverged).axes[2].containers
     np.testing.assert_allclose(container.lines[0].get_ydata(), [6.0, 5.0, 5.2, 6.5])  # mean of the other seeds
+
+
+@pytest.mark.parametrize(
+    ("rate", "names"),
+    [(1e-4, {"bounces-1e-4", "layer-1e-4", "slow"}), (2e-3, {"best"})],
+)
+def test_what_a_seed_did_before_it_diverged_is_no_result(known, rate, names):
+    """The stored bounce is that of the steps before, and 0 where there are too few of them."""
+    for steps in (slice(20, None), slice(900, None)):
+        diverged = known.copy(deep=True)
+        diverged.entropy.loc[{"rate": rate, "seed": 1, "step": steps}] = np.nan
+        diverged = add_bounces(diverged[["entropy", "valid_loss"]])
+        for claim in CLAIMS:
+            if claim.name in names:
+                np.testing.assert_array_equal(np.isnan(claim.measure(diverged)), [False, True, False], claim.name)
+                assert claim.judge(diverged, "paper")["verdict"] == "does not hold"
 
 
 def test_rates_are_an_axis_in_order(trajectory):

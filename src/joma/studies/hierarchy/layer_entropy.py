@@ -28,3 +28,9 @@ def layer_bounce(run: xr.Dataset, layers: int) -> xr.DataArray:
 def bounce_of_layer(run: xr.Dataset, layers: int, layer: int) -> xr.DataArray:
     """Return the `layer_bounce` of one layer, counted from 1, per seed."""
     return layer_bounce(run, layers).sel(layer=layer)
+
+
+def has_bounced(run: xr.Dataset, layers: int, layer: int) -> xr.DataArray:
+    """Return 1 for a seed in which a layer, counted from 1, bounces, else 0; NaN for a seed that diverged."""
+    bounce = bounce_of_layer(run, layers, layer)
+    return (bounce > 0).astype(float).where(bounce.notnull())

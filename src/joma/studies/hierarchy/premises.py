@@ -55,7 +55,9 @@ def flow_measures(data: SequenceClasses, rates: Rates) -> xr.Dataset:
             "slowing": slowing_time(winners),
             "scan": mean_exponent(winners, *SCAN),
             "gain_error": relative_error(last, relative_gain(last, cooccurrence)),
-            "clock_distance": abs(local_exponent(winners) - local_exponent(clock(rates.outputs))).max("step"),
+            "clock_distance": abs(local_exponent(winners) - local_exponent(clock(rates.outputs))).max(
+                "step", skipna=False
+            ),
         }
     )
 

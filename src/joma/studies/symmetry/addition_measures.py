@@ -22,8 +22,11 @@ def final_accuracy(run: xr.Dataset, arm: str) -> xr.DataArray:
 
 
 def above_ceiling(run: xr.Dataset, arm: str) -> xr.DataArray:
-    """Return the final exact match less the ceiling without order and less the sampling error of the test pairs."""
-    return final_accuracy(run, arm) - run.ceiling - run.error
+    """Return the final exact match less the ceiling without order and less the sampling error of the test pairs.
+
+    NaN for a diverged seed: that it gets nothing right is no evidence that it could not have.
+    """
+    return select(run.accuracy, arm=arm).isel(step=-1) - run.ceiling - run.error
 
 
 def least_above_ceiling(run: xr.Dataset) -> xr.DataArray:
@@ -32,12 +35,18 @@ def least_above_ceiling(run: xr.Dataset) -> xr.DataArray:
 
 
 def mean_accuracy(run: xr.Dataset, arm: str) -> xr.DataArray:
-    """Return the exact match of an arm, mean over the steps of training: near 1 if all is learnt at once."""
-    return accuracy(run, arm).integrate("step") / (run.step[-1] - run.step[0])
+    """Return the exact match of an arm, mean over the steps of training: near 1 if all is learnt at once.
+
+    NaN for a diverged seed.
+    """
+    return select(run.accuracy, arm=arm).integrate("step") / (run.step[-1] - run.step[0])
 
 
 def slowdown(run: xr.Dataset, part: str) -> xr.DataArray:
-    """Return how far the mean accuracy falls when the residuals around a part are removed in all layers."""
+    """Return how far the mean accuracy falls when the residuals around a part are removed in all layers.
+
+    NaN for a seed that diverged in either arm.
+    """
     return mean_accuracy(run, BASELINE) - mean_accuracy(run, f"{part} {ALL_LAYERS}")
 
 

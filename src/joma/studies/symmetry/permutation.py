@@ -104,7 +104,7 @@ CLAIMS = (
     Claim(
         "full-mask",
         "Without encoding or causal mask, the prediction is the same for every order of the earlier tokens.",
-        lambda run: cells(run, "none, full").max("cell"),
+        lambda run: cells(run, "none, full").max("cell", skipna=False),
         at_most(MAX_INVARIANT),
         kind="theorem",
         quantity=f"{_CHANGE}; the largest of 18 decoders. The bound is what rounding in float64 may do",
@@ -112,7 +112,7 @@ CLAIMS = (
     Claim(
         "one-causal-layer",
         "Without encoding, one causal layer predicts the same for every order of the earlier tokens.",
-        lambda run: cells(run, "none, causal, 1 layer").max("cell"),
+        lambda run: cells(run, "none, causal, 1 layer").max("cell", skipna=False),
         at_most(MAX_INVARIANT),
         kind="theorem",
         quantity=f"{_CHANGE}; the largest of 6 decoders (arXiv 2501.00659)",
@@ -120,7 +120,7 @@ CLAIMS = (
     Claim(
         "causal-mask",
         "Without encoding, two causal layers are enough for the order to change the prediction.",
-        lambda run: cells(run, "none, causal, 2 or 4").min("cell"),
+        lambda run: cells(run, "none, causal, 2 or 4").min("cell", skipna=False),
         at_least(MIN_BROKEN),
         kind="reading",
         quantity=f"{_CHANGE}; the smallest of 12 decoders (arXiv 2501.00659). {_OURS}",
@@ -128,7 +128,7 @@ CLAIMS = (
     Claim(
         "encodings",
         "Every positional encoding lets the order change the prediction, with either mask and at any depth.",
-        lambda run: cells(run, "any encoding").min("cell"),
+        lambda run: cells(run, "any encoding").min("cell", skipna=False),
         at_least(MIN_BROKEN),
         kind="reading",
         quantity=f"{_CHANGE}; the smallest of 108 decoders. {_OURS}",

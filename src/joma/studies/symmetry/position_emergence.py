@@ -261,7 +261,7 @@ CLAIMS = (
     *_claim_for_each_task(
         "adjacency-random",
         "With random weights, hidden vectors of nearby positions are more similar, in every layer ({}).",
-        lambda run, task: adjacency_above_null(untrained_readouts(run, task)).min("level"),
+        lambda run, task: adjacency_above_null(untrained_readouts(run, task)).min("level", skipna=False),
         kind="reading",
         quantity=f"{_SCORE}; the lowest layer score of the widest model with GPT-2's weights (arXiv 2501.00073)",
     ),

@@ -17,7 +17,7 @@ from joma.arguments import choice, distinct, whole
 from joma.drawing import band, canvas, letters, measured
 from joma.models.block import ACTIVATIONS
 from joma.studies.text import language_training
-from joma.studies.text.entropy_bounce import BOUNCE, MIN_BOUNCE, SIGNIFICANCE, bounces, mark_minimum
+from joma.studies.text.entropy_bounce import BOUNCE, MIN_BOUNCE, SIGNIFICANCE, bounces, is_complete, mark_minimum
 from joma.studies.text.language_training import QUICK_RATE, LayeredSetting, Variant
 from joma.study import Claim, Context, Drawing, Preset, Study, above, at_least, select
 
@@ -48,8 +48,9 @@ def run(config: Config, context: Context) -> xr.Dataset:
 
 
 def with_activation(run: xr.Dataset, name: str, activation: str) -> xr.DataArray:
-    """Return a measure with one activation, per seed; `NotInRun` where it was not trained."""
-    return select(run[name], activation=activation)
+    """Return a measure with one activation, per seed, NaN if it diverged; `NotInRun` where it was not trained."""
+    arm = select(run, activation=activation)
+    return arm[name].where(is_complete(arm.entropy))
 
 
 def recovery_beyond_chance(run: xr.Dataset) -> xr.DataArray:
@@ -66,7 +67,7 @@ def nonlinear_excess(run: xr.Dataset) -> xr.DataArray:
 
 def linear_fall(run: xr.Dataset) -> xr.DataArray:
     """Return the fall of entropy with the linear activation over its start, per seed."""
-    start = with_activation(run, "entropy", LINEAR).isel(step=0).mean(("layer", "head"))
+    start = select(run.entropy, activation=LINEAR).isel(step=0).mean(("layer", "head"))
     return with_activation(run, "fall", LINEAR) / start
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import xarray as xr
 
 from joma.studies.text.bounce_cause_arms import UNCHANGED
-from joma.studies.text.entropy_bounce import MIN_BOUNCE, bounce_p_value
+from joma.studies.text.entropy_bounce import MIN_BOUNCE, bounce_p_value, is_complete
 from joma.study import NotInRun, select
 
 TRAIN = "train_"  # before the names of measures on the training text
@@ -20,7 +20,7 @@ def p_value(run: xr.Dataset, arm: str) -> xr.DataArray:
 
 
 def recovery(run: xr.Dataset, arm: str, text: str = "", *, late: bool = False) -> xr.DataArray:
-    """Return the entropy at the end less its minimum, in nats, per seed.
+    """Return the entropy at the end less its minimum, in nats, per seed; NaN for a seed that diverged.
 
     Args:
         run: the trajectory.
@@ -31,7 +31,7 @@ def recovery(run: xr.Dataset, arm: str, text: str = "", *, late: bool = False) -
     """
     arm_run = select(run, arm=arm)
     if not late:
-        return arm_run[f"{text}recovery"]
+        return arm_run[f"{text}recovery"].where(is_complete(arm_run[f"{text}entropy"]))
     curve = arm_run[f"{text}entropy"].mean(("layer", "head"))
     late_curve = curve.isel(step=slice(_first_even_probe(curve.step.values), None))
     return late_curve.isel(step=-1, drop=True) - late_curve.min("step", skipna=False)
@@ -100,7 +100,7 @@ def memorised_return(run: xr.Dataset, *, late: bool = False) -> xr.DataArray:
 
 def recovery_difference(run: xr.Dataset, arm: str, reference: str = UNCHANGED) -> xr.DataArray:
     """Return the recovery of the reference less that of an arm from the same start, in nats, per seed."""
-    return select(run.recovery, arm=reference) - select(run.recovery, arm=arm)
+    return recovery(run, reference) - recovery(run, arm)
 
 
 def half_margin(run: xr.Dataset, arm: str, reference: str = UNCHANGED, *, late: bool = False) -> xr.DataArray:

@@ -187,8 +187,12 @@ def layer_recovery(run: xr.Dataset, depth: int, arm: str) -> xr.DataArray:
 
 
 def recovery_left(run: xr.Dataset, depth: int, arm: str) -> float:
-    """Return how far entropy moves from its minimum in an arm, over the recovery of the free run; means over seeds."""
-    return float(abs(layer_recovery(run, depth, arm)).mean() / recovery(run, depth, "free").mean())
+    """Return how far entropy moves from its minimum in an arm, over the recovery of the free run; means over seeds.
+
+    NaN if a seed diverged in either.
+    """
+    moved = abs(layer_recovery(run, depth, arm)).mean(skipna=False)
+    return float(moved / recovery(run, depth, "free").mean(skipna=False))
 
 
 def _recovery_checks(depth: int, layers: str, presets: tuple[str, ...]) -> tuple[Claim, ...]:

@@ -48,16 +48,24 @@ def bounces(entropy: xr.DataArray, *, each_layer: bool = False) -> xr.Dataset:
     return xr.Dataset({name: template.copy(data=values) for name, values in measures.items()})
 
 
+def is_complete(entropy: xr.DataArray) -> xr.DataArray:
+    """Return whether a model did not diverge: whether some layer has entropy at every step [..., step, layer, head].
+
+    What is measured on the steps before a divergence is no result of a training. Layers that a model lacks are NaN.
+    """
+    return entropy.mean(("layer", "head")).notnull().all("step")
+
+
 def bounce_p_value(entropy: xr.DataArray) -> xr.DataArray:
     """Return how often noise on a curve that never rises would rise as clearly as entropy, mean over layers and heads.
 
     It is 1 where entropy does not fall by `MIN_BOUNCE` of its start, or recovers from its minimum by no more than noise
-    does: a curve that only rises is no bounce, nor is one that rises first and then falls.
+    does: a curve that only rises is no bounce, nor is one that rises first and then falls. A seed that diverged is NaN.
     """
     measured = bounces(entropy)
     start = measured.least + measured.fall
     no_bounce = (measured.fall < MIN_BOUNCE * start) | (measured.recovery <= measured.chance)
-    return measured.p_value.where(~no_bounce, 1.0)
+    return measured.p_value.where(~no_bounce, 1.0).where(is_complete(entropy))
 
 
 def mark_minimum(panel: Axes, curve: xr.DataArray, index: int) -> None:

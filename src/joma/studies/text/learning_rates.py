@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from joma.arguments import distinct, positive, whole
 from joma.drawing import COLOURS, band, canvas, letters, measured
 from joma.studies.text import language_training
-from joma.studies.text.entropy_bounce import BOUNCE, MIN_BOUNCE, SIGNIFICANCE, bounces, mark_minimum
+from joma.studies.text.entropy_bounce import BOUNCE, MIN_BOUNCE, SIGNIFICANCE, bounces, is_complete, mark_minimum
 from joma.studies.text.language_training import LayeredSetting, Variant
 from joma.study import Claim, Context, Drawing, NotInRun, Preset, Study, at_least, at_most, below
 
@@ -48,9 +48,17 @@ def add_bounces(trajectory: xr.Dataset) -> xr.Dataset:
 
 
 def entropy_left(run: xr.Dataset) -> xr.DataArray:
-    """Return the final over the initial entropy, of the layer where this ratio is least [rate, seed]; 0 if diverged."""
+    """Return the final over the initial entropy, of the layer where this ratio is least [rate, seed].
+
+    NaN for a seed that diverged: it has no attention that could have collapsed.
+    """
     entropy = run.entropy.mean("head")
-    return (entropy.isel(step=-1) / entropy.isel(step=0)).fillna(0.0).min("layer")
+    return (entropy.isel(step=-1) / entropy.isel(step=0)).min("layer", skipna=False)
+
+
+def trained_bounce(run: xr.Dataset, name: str = "bounce") -> xr.DataArray:
+    """Return `bounce` or `layer_bounce` [rate, seed, ...]; NaN for a seed that diverged."""
+    return run[name].where(is_complete(run.entropy))
 
 
 def final_loss(run: xr.Dataset) -> xr.DataArray:
@@ -79,8 +87,8 @@ def turn_slope(run: xr.Dataset, bounce: str = "bounce", turn: str = "turn") -> f
 
 
 def cost(run: xr.Dataset) -> xr.DataArray:
-    """Return the final validation loss at the greatest rate less that at the best one, per seed."""
-    loss = final_loss(run)
+    """Return the final validation loss at the greatest rate less that at the best one, per seed; NaN if diverged."""
+    loss = run.valid_loss.isel(step=-1)
     return loss.sel(rate=run.rate.max(), drop=True) - loss.sel(rate=best_rate(run), drop=True)
 
 
@@ -89,11 +97,12 @@ def at_authors_rate(run: xr.Dataset, bounce: str = "bounce") -> xr.DataArray:
     matches = np.isclose(run.rate, AUTHORS_RATE, rtol=1e-3, atol=0.0)
     if not matches.any():
         raise NotInRun(f"learning rate {AUTHORS_RATE:g}")
-    return run[bounce].isel(rate=int(matches.argmax()))
+    return trained_bounce(run, bounce).isel(rate=int(matches.argmax()))
 
 
 def seed_slopes(run: xr.Dataset, bounce: str = "bounce", turn: str = "turn") -> xr.DataArray:
     """Return `turn_slope` of each seed; `NotInRun` where a seed does not bounce at two rates, and has no slope."""
+    run = run.assign({bounce: trained_bounce(run, bounce)})
     slopes = [turn_slope(run.sel(seed=[seed]), bounce, turn) for seed in run.seed.values]
     if np.isnan(slopes).any():
         raise NotInRun("second rate at which attention bounces in every seed")
@@ -108,7 +117,7 @@ CLAIMS = (
     Claim(
         "bounces",
         "There is a learning rate at which attention turns sparse, then dense again.",
-        lambda run: run.bounce.max("rate"),
+        lambda run: trained_bounce(run).max("rate"),  # a rate at which a seed diverges is none at which it bounces
         at_least(MIN_BOUNCE),
         kind="reading",
         quantity=f"{BOUNCE}; mean over layers, largest over rates, interval over seeds; {_OURS}",
@@ -127,7 +136,7 @@ CLAIMS = (
     Claim(
         "layer-1e-4",
         "At the paper's learning rate, 1e-4, a layer by itself turns sparse, then dense again.",
-        lambda run: at_authors_rate(run, "layer_bounce").max("layer"),
+        lambda run: at_authors_rate(run, "layer_bounce").max("layer", skipna=False),
         at_least(MIN_BOUNCE),
         kind="reading",
         quantity=f"{_LAYER_BOUNCE}; largest over layers, interval over seeds; {_OURS}",
@@ -137,7 +146,7 @@ CLAIMS = (
     Claim(
         "slow",
         "At the lowest learning rate attention does not become dense again by the end.",
-        lambda run: run.bounce.sel(rate=run.rate.min(), drop=True),
+        lambda run: trained_bounce(run).sel(rate=run.rate.min(), drop=True),
         at_most(MIN_BOUNCE),
         kind="reading",
         quantity=f"{BOUNCE}; mean over layers, interval over seeds; {_OURS}",
@@ -166,7 +175,7 @@ CLAIMS = (
     Claim(
         "half-clock",
         "The step of the sparsest attention falls at least as the square root of the learning rate rises.",
-        turn_slope,
+        lambda run: turn_slope(run.assign(bounce=trained_bounce(run))),
         at_most(-0.5),
         kind="check",
         quantity=f"{_SLOPE}, mean over layers, all seeds in one fit; {_OURS}, half of the flow's −1",
@@ -193,7 +202,7 @@ CLAIMS = (
     Claim(
         "best",
         "At the learning rate of the least validation loss attention turns sparse, then dense again.",
-        lambda run: run.bounce.sel(rate=best_rate(run), drop=True),
+        lambda run: trained_bounce(run).sel(rate=best_rate(run), drop=True),
         at_least(MIN_BOUNCE),
         kind="reading",
         quantity=f"{BOUNCE}; mean over layers, interval over seeds; {_OURS}",
