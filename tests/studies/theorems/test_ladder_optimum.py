@@ -14,6 +14,7 @@ from joma.studies.theorems import ladder_optimum
 from joma.studies.theorems.ladder_arms import ARMS
 from joma.studies.theorems.ladder_optimum import next_token_probabilities, optimum
 from joma.studies.theorems.ladder_task import Task, TrainedLadderConfig
+from joma.studies.theorems.ladder_training import MAX_GRADIENT
 from joma.study import Context
 
 SMALL = TrainedLadderConfig(
@@ -40,7 +41,7 @@ def test_the_probabilities_of_the_next_token_are_those_of_all_sequences(seed, cl
 def test_the_optimum_is_that_of_another_solver():
     context = Context((1, 2))
     solved = optimum(SMALL, context)
-    assert float(solved.trained_optimum_gradient.sel(logits="free").max()) < 1e-5
+    assert float(solved.trained_optimum_gradient.max()) < 1e-5
     for logits, arm in ladder_optimum.LOGITS.items():
         for seed in context.seeds:
             task = Task(SMALL, Context((seed,)), [ARMS[arm]], dtype=torch.float64)
@@ -48,6 +49,23 @@ def test_the_optimum_is_that_of_another_solver():
             result = solved.sel(seed=seed, logits=logits)
             # The entropy is not compared: the loss of so few tokens is flat around its minimum.
             np.testing.assert_allclose(result.trained_optimum_loss, _by_scipy(task, model), atol=1e-4)
+
+
+def test_the_search_arrives_where_attention_to_a_token_is_best_left_out():
+    """A few sequences are partly memorised: logits grow without bound, and L-BFGS stops far above this gradient."""
+    config = TrainedLadderConfig(
+        trained_classes=4, trained_distinct=4, trained_common=4, trained_length=8, trained_optimum=64
+    )
+    solved = optimum(config, Context((1, 2)))
+    assert solved.trained_optimum_gradient.dims == ("seed", "logits")
+    assert float(solved.trained_optimum_gradient.max()) <= ladder_optimum.GRADIENT
+    assert ladder_optimum.GRADIENT <= MAX_GRADIENT / 10
+
+
+def test_a_search_that_is_cut_short_says_so(monkeypatch):
+    monkeypatch.setattr(ladder_optimum, "ITERATIONS", 1)
+    solved = optimum(SMALL, Context((1,)))
+    assert float(solved.trained_optimum_gradient.min()) > MAX_GRADIENT
 
 
 def _by_scipy(task, model):

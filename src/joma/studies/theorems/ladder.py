@@ -77,7 +77,7 @@ STUDY = Study(
         "not judged. A block is trained by SGD along the flow. Beside it, models between this block and a one-layer "
         "language model are trained on sampled tokens, each with one premise switched."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(
             Config(

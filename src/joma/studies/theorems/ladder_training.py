@@ -33,9 +33,9 @@ BOUNCE = 0.1  # the share of its fall that entropy must regain
 FALLEN, PATIENCE = 0.9, 10  # the loss has fallen by this share at some step; an arm is trained this many times as long
 END = 0.9  # entropy that is least after this share of the steps is still falling
 TESTED = 0.5  # the share of a rung's arms that must have been trained long enough
-# Largest norm of the gradient at which L-BFGS has reached the optimum. A gradient g of the logits of a row leaves them
-# about g/κ from their optimum, κ being the curvature, and the row's entropy about g/(2κ); over 20 rows this adds up to
-# at most √20 |g|/(2κ). With a flat κ = 0.01 it reaches a visible 0.02 at |g| = 1e-4.
+# Largest norm of the gradient at which a search has reached the optimum. A gradient g of the logits of a row leaves
+# them about g/κ from their optimum, κ being the curvature, and the row's entropy about g/(2κ); over 20 rows this adds
+# up to at most √20 |g|/(2κ). With a flat κ = 0.01 it reaches a visible 0.02 at |g| = 1e-4.
 MAX_GRADIENT = 1e-4
 
 
@@ -364,7 +364,7 @@ LADDER_CLAIMS = (
 # While weights are small the loss is nearly linear in attention, and the best attention for them is sparser than at the
 # optimum. Fast logits follow it below the optimum's entropy and come back as the weights grow; slow ones arrive late,
 # and from above. Products of queries and keys are fast: their gradients grow with queries and keys themselves.
-BEYOND = "the optimum's entropy less {}, as a share of ln n; by L-BFGS on exact targets, to a gradient of 1e-4"
+BEYOND = "the optimum's entropy less {}, as a share of ln n; by Newton's method on exact targets, to a gradient of 1e-4"
 SPEED_CLAIMS = (
     Claim(
         "speed-free",
@@ -396,7 +396,7 @@ SPEED_CLAIMS = (
     ),
     Claim(
         "same-optimum",
-        "L-BFGS reaches the same optimum with free and product logits.",
+        "Newton's method reaches the same optimum with free and product logits.",
         difference_of_optima,
         at_most(VISIBLE_FALL),
         kind="check",
