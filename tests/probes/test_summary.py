@@ -342,7 +342,7 @@ def test_names_of_measures_are_checked():
         check_measures(["distnace"])
     with pytest.raises(InputError, match="`measures` must be at least 1 value, each once"):
         check_measures(["entropy", "entropy"])
-    with pytest.raises(InputError, match="`measures` must be at least 1 value"):
+    with pytest.raises(InputError, match="`measures` must be at least one name, got none; choose from entropy, "):
         check_measures([])
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny_models
 from joma.arguments import InputError
-from joma.watch.blocks import all_modules, find_blocks, named_modules
+from joma.watch.blocks import all_modules, all_parameters, find_blocks, named_modules
 
 
 class SelfAttention(nn.Module):
@@ -183,3 +183,6 @@ def test_all_modules_are_those_of_torch_in_its_order() -> None:
     for model in (nn.Sequential(inner, block, shared), shared, nn.Sequential(nn.ModuleList([inner]), inner)):
         modules = all_modules(model)
         assert list(modules.items()) == list(model.named_modules())
+        assert all(modules[name] is module for name, module in model.named_modules())
+        assert list(all_parameters(model)) == [name for name, _ in model.named_parameters()]
+        assert all(all_parameters(model)[name] is parameter for name, parameter in model.named_parameters())

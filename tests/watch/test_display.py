@@ -69,6 +69,11 @@ def test_a_trajectory_has_the_first_and_the_last_probe_and_the_ranks() -> None:
     assert lines[2] == ["a", "2", "2.500", "±", "0.707", "1.500", "±", "0.707", "1.000"]
     assert lines[3][-1] == "0.250"
     assert " ".join(lines[4]) == "stable rank of 2 weights: 4 to 6 at step 0, 2 at step 100"
+    first = as_text(summarise_trajectory("GPT", data.isel(step=[0]))).splitlines()
+    assert first[0] == "Recorder of GPT: 1 probe, step 0"
+    assert first[1].split() == ["layer", "heads", "entropy", "at", "step", "0", "least"]
+    assert first[2].split() == ["a", "2", "2.500", "±", "0.707", "2.000"]
+    assert first[4] == "stable rank of 2 weights: 4 to 6 at step 0"
     only_ranks = as_text(summarise_trajectory("GPT", data[["stable_rank"]]))
     assert only_ranks.splitlines()[1].startswith("stable rank of 2 weights")
 

@@ -144,6 +144,15 @@ def test_the_title_of_a_training_says_how_the_mean_went() -> None:
     assert draw_trajectory(data.isel(step=[0])).axes[0].get_title().startswith("Entropy is 0.637")
 
 
+def test_the_axis_of_values_that_hardly_change_has_the_values_themselves() -> None:
+    data = trajectory([0, 1, 2], 2, 2, "sink_mass")
+    data["entropy"] = 1.5006 + 1e-6 * data.entropy
+    data["sink_mass"] = 0.25 + 1e-6 * data.sink_mass
+    figures = draw_trajectory(data), draw_recording(data.isel(step=0)[["sink_mass"]])
+    for axes in [rendered(figures[0]).axes[0], rendered(figures[0]).axes[1], rendered(figures[1]).axes[0]]:
+        assert axes.yaxis.get_offset_text().get_text() == ""
+
+
 def attention_map(tokens: list[str] | None, size: int = 4) -> xr.DataArray:
     weights = np.tril(np.random.default_rng(0).random((size, size)) + 0.1)
     weights /= weights.sum(axis=1, keepdims=True)

@@ -72,6 +72,18 @@ def test_mlflow_and_trackio_by_their_signatures() -> None:
     assert logged == [("mlflow", SCALARS, 3), ("trackio", SCALARS, 3)]
 
 
+def test_a_logger_that_fails_leaves_the_others_theirs() -> None:
+    logged: list[int] = []
+
+    def full(*_: Any) -> None:
+        raise OSError("disk full")
+
+    log = check_log([lambda _, step: logged.append(step), full, lambda _, step: logged.append(-step)])
+    with pytest.raises(OSError, match="disk full"):
+        log(SCALARS, 8)
+    assert logged == [8, -8]
+
+
 def test_functions_and_what_is_refused() -> None:
     logged: list[Any] = []
     check_log(lambda scalars, step: logged.append((scalars, step)))(SCALARS, 1)

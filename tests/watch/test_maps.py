@@ -140,7 +140,7 @@ def test_maps_are_off_by_default_and_the_size_may_be_given() -> None:
     assert kept_calls(False) is None
     assert (kept_calls(True) or KeptCalls(0)).limit == DEFAULT_LIMIT
     assert (kept_calls(1000) or KeptCalls(0)).limit == 1000
-    with pytest.raises(InputError, match="`maps`"):
+    with pytest.raises(InputError, match="`maps` must be True, False or a number of bytes, got 'yes'"):
         kept_calls("yes")
     with pytest.raises(StateError, match="maps=True"):
         attention_maps(None, 0)
@@ -184,6 +184,8 @@ def test_tokens_become_coordinates() -> None:
         assert maps.key_token.dims == ("batch", "key")
     with pytest.raises(InputError, match="`tokens` must be strings, got numbers"):
         attention_maps(calls, "layer", tokens=ids)
+    with pytest.raises(InputError, match="`tokens` must be a list of strings or of token numbers"):
+        attention_maps(calls, "layer", tokens=slice(0, 2))
     with pytest.raises(InputError, match="`tokens` must be 3 tokens, for one or all of 2 sequences, got 1 of 2 tokens"):
         attention_maps(calls, "layer", tokens=["a", "b"])
 

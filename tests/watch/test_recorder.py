@@ -166,11 +166,11 @@ def test_a_number_is_an_interval_in_steps() -> None:
 def test_options_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is outside the tests
     bad = {
-        "at": [0, -1, 2.5, True, "often", object(), [1, -2]],
+        "at": [0, -1, 2.5, True, "often", object(), [1, -2], []],
         "precision": ["low", 3],
         "measures": ["entrpy", ["entropy", "entropy"], 3],
         "top": [0, 17],
-        "sinks": ["first", 0.5, torch.tensor([0.5])],
+        "sinks": ["first", 0.5, torch.tensor([0.5]), [[0]]],
         "ranks": ["(", None, 3],
         "rows": ["x"],
         "floor": [-1.0],
@@ -206,6 +206,11 @@ def test_bad_input_is_named() -> None:
         Recorder(nn.Linear(2, 2), torch.zeros(1, 2), strict=True)(0)
     with pytest.raises(StateError, match="`recorder` has no probe yet; call it at a step that is due"):
         Recorder(model, TOKENS).dataset()
+    failing = Recorder(nn.Linear(2, 2), torch.zeros(1, 2), ranks=False)
+    with pytest.warns(ProbeFailed):
+        failing(0)
+    with pytest.raises(StateError, match="`recorder` has no probe that succeeded; see the warning `ProbeFailed`"):
+        failing.dataset()
     with pytest.raises(InputError, match="`patience`"):
         Recorder(model, TOKENS, patience=0)
     with pytest.raises(InputError, match="`step` must be a whole number"):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jaxtyping
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from joma.arguments import InputError
 from joma.watch import AttentionNotSeen, Recorder, attention
-from joma.watch.recording import _plain_sinks
+from joma.watch.recording import check_sinks
 from tiny_models import random_normal, textbook_entropy
 
 
@@ -139,11 +143,22 @@ def test_a_probe_leaves_the_generators_as_they_were():
 
 
 @pytest.mark.parametrize("sinks", [(0, 1), range(2), [0, 1]])
-def test_sinks_come_in_any_sequence(sinks):
+def test_sinks_come_in_any_sequence(sinks, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is outside the tests
     model, x = Head(4, 4), random_normal(2, 5, 4)
     with torch.no_grad(), attention(model, measures="sink_mass", sinks=sinks) as seen:
         model(x)
     with torch.no_grad():
         expected = model.logits(x).softmax(-1)[..., :2].sum(-1).mean()
     assert float(seen.dataset().sink_mass.squeeze()) == pytest.approx(float(expected), abs=1e-6)
-    assert _plain_sinks(np.array([0, 1])) == _plain_sinks(sinks) == (0, 1)
+    assert check_sinks(np.array([0, 1])) == check_sinks(sinks) == (0, 1)
+    options: dict[str, Any] = {"measures": "sink_mass", "sinks": np.array(sinks), "ranks": False, "strict": True}
+    (scalar,) = Recorder(model, x, **options)(0).values()
+    assert scalar == pytest.approx(float(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize("sinks", [[[0]], "first", 0.5, None, np.array([[0]])])
+def test_sinks_that_are_no_key_numbers_are_refused(sinks, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(InputError, match="`sinks` must be a whole number"), attention(Head(4, 4), sinks=sinks):
+        pass

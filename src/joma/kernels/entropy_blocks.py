@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ def bounded(scores: Scores) -> Rows:
     threads = min(torch.get_num_threads(), _MAX_THREADS)
     heads_at_once, pieces = head_pieces(scores, threads * max(2, _STRIPS.scores // (queries * min(keys, _STRIPS.keys))))
     max_scores = max(_STRIPS.keys, threads * _STRIPS.scores // heads_at_once)
-    cover = list(_cover(queries, keys, scores.causal, max_scores))
+    cover = _cover(queries, keys, scores.causal, max_scores)
     workspace, factor = torch.empty(2, heads_at_once * max_scores, **options), scores.scale / math.log(2)
     with exact_products(scores.query.device):
         for part, shared in pieces:
@@ -122,8 +123,14 @@ class Patch(NamedTuple):
     diagonal: bool = False
 
 
-def _cover(queries: int, keys: int, causal: bool, max_scores: int) -> Iterator[Patch]:
-    """Cover every visible score once, by strips and, along the diagonal, squares; at most `max_scores` at a time."""
+@lru_cache(maxsize=16)
+def _cover(queries: int, keys: int, causal: bool, max_scores: int) -> tuple[Patch, ...]:
+    """Return what covers every visible score once, `max_scores` at a time at most; all layers of a model share it."""
+    return tuple(_patches(queries, keys, causal, max_scores))
+
+
+def _patches(queries: int, keys: int, causal: bool, max_scores: int) -> Iterator[Patch]:
+    """Yield strips and, along the diagonal, squares."""
     keys = min(keys, queries) if causal else keys
     for column in range(0, keys, _STRIPS.keys):
         width = min(_STRIPS.keys, keys - column)

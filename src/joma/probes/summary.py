@@ -192,6 +192,8 @@ def check_measures(measures: Sequence[str] | None) -> tuple[str, ...]:
     if measures is None:
         return tuple(MEASURES)
     names = [measures] if isinstance(measures, str) else sequence("measures", measures, "a list of names")
+    if not names:
+        raise InputError("measures", "at least one name", "none", f"choose from {', '.join(MEASURES)}")
     for name in names:
         choice("measures", name, MEASURES)
     return tuple(distinct("measures", names))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +17,12 @@ GRADIENT = "gradient_norm"
 BlockValues = dict[str, dict[str, float]]  # by variable and block
 
 
-@contextmanager
-def watch_blocks(model: nn.Module, options: Mapping[str, Any]) -> Iterator[HiddenStates | None]:
+def watch_blocks(model: nn.Module, options: Mapping[str, Any]) -> AbstractContextManager[HiddenStates | None]:
     """Record residual norms and ranks of hidden states if `options` ask for them, else nothing."""
-    wanted = options["residual"] or options["activation_ranks"]
+    if not options["residual"] and not options["activation_ranks"]:
+        return nullcontext()
     names = {"residual": options["residual"], "ranks": options["activation_ranks"]}
-    others = {"rows": options["rows"], "blocks": options["blocks"]}
-    with activations(model, **names, **others) if wanted else nullcontext() as states:
-        yield states
+    return activations(model, **names, rows=options["rows"], blocks=options["blocks"])
 
 
 class Part(NamedTuple):

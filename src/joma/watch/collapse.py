@@ -86,12 +86,12 @@ class CollapseDetector:
         return collapsed[:, 0]
 
     def _count(self, keys: list[list[str]], low: Bool[np.ndarray, "row column"]) -> Bool[np.ndarray, "row column"]:
-        collapsed = np.zeros(low.shape, dtype=bool)
-        for row, column in np.ndindex(*low.shape):
-            key = keys[row][column]
-            self._low_probes[key] = self._low_probes.get(key, 0) + 1 if low[row, column] else 0
-            collapsed[row, column] = self._low_probes[key] >= self.patience
-        return collapsed
+        """Count the low probes, and return where there have been at least `patience` in a row."""
+        names = [key for row in keys for key in row]
+        for key, is_low in zip(names, low.ravel().tolist(), strict=True):
+            self._low_probes[key] = self._low_probes.get(key, 0) + 1 if is_low else 0
+        collapsed = [self._low_probes[key] >= self.patience for key in names]
+        return np.array(collapsed, dtype=bool).reshape(low.shape)
 
     def _newly(self, keys: list[list[str]], collapsed: Bool[np.ndarray, "row column"]) -> np.ndarray:
         new = np.zeros(collapsed.shape, dtype=bool)

@@ -80,24 +80,26 @@ def summarise_trajectory(model: str, data: xr.Dataset | None) -> Summary:
     if data is None:
         return Summary(f"Recorder of {model}: no probe yet", (), ())
     first, last = int(data.step[0]), int(data.step[-1])
-    title = f"Recorder of {model}: {_count(data.sizes['step'], 'probe')}, steps {first} to {last}"
+    several = data.sizes["step"] > 1
+    steps = f"steps {first} to {last}" if several else f"step {first}"
+    title = f"Recorder of {model}: {_count(data.sizes['step'], 'probe')}, {steps}"
     columns: tuple[str, ...] = ()
     records = []
     name = main_measure(data)
     if name is not None:
-        columns = ("layer", "heads", f"{quantity(data[name])} at step {first}", f"at step {last}", "least")
+        ends = (f"at step {last}",) if several else ()
+        columns = ("layer", "heads", f"{quantity(data[name])} at step {first}", *ends, "least")
         values = data[name].transpose("layer", "step", "head").values
-        for layer, steps in zip(map(str, data.layer.values), values, strict=True):
-            _, start, _ = _over_heads(steps[0])
-            number, end, least = _over_heads(steps[-1])
-            records.append((_name(layer), number, start, end, least))
+        for layer, probes in zip(map(str, data.layer.values), values, strict=True):
+            _, start, _ = _over_heads(probes[0])
+            number, end, least = _over_heads(probes[-1])
+            records.append((_name(layer), number, *((start, end) if several else (end,)), least))
     notes = []
     if "stable_rank" in data:
         ranks = data.stable_rank.transpose("step", "weight").values
         weights = _count(data.sizes["weight"], "weight")
-        notes.append(
-            f"stable rank of {weights}: {_range(ranks[0])} at step {first}, {_range(ranks[-1])} at step {last}"
-        )
+        ends = f", {_range(ranks[-1])} at step {last}" if several else ""
+        notes.append(f"stable rank of {weights}: {_range(ranks[0])} at step {first}{ends}")
     return Summary(title, columns, _ends(records), notes)
 
 

@@ -7,7 +7,7 @@ on one process is a failure on all of them, so that none waits for another in a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -41,9 +41,12 @@ class Processes:
     count: int = 1
     device: str | torch.device = "cpu"
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """Run a block on every process, and raise an error on all of them if it fails on any."""
+        return self._all_together() if self.count > 1 else nullcontext()
+
+    @contextmanager
+    def _all_together(self) -> Iterator[None]:
         failure: Exception | None = None
         try:
             yield
@@ -156,8 +159,10 @@ def reshard(model: nn.Module) -> None:
     Its outermost module keeps them for a backward pass, which a probe never makes. An optimiser's step would change the
     shards alone, and the next forward pass would use the old gathered values.
     """
-    for module in all_modules(model).values():
-        if hasattr(type(module), "_get_fsdp_state"):  # a module itself is slow to say that it has no such attribute
+    modules = all_modules(model).values()
+    sharded = {kind for kind in set(map(type, modules)) if hasattr(kind, "_get_fsdp_state")}
+    for module in modules if sharded else ():
+        if type(module) in sharded:
             cast(Any, module).reshard()
 
 

@@ -23,6 +23,11 @@ class Failures:
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
+    @property
+    def any(self) -> bool:
+        """Whether there has been a failure."""
+        return bool(self._warned)
+
     def warn(self, what: str, step: int, error: Exception, *, remedy: str = "", stacklevel: int = 2) -> None:
         """Warn of a failure, unless the same cause, whatever its numbers, has been warned of."""
         cause = describe_failure(error).rstrip(".")

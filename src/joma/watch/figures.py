@@ -163,6 +163,7 @@ def _draw_by_layer(axes: Axes, values: xr.DataArray, layers: Layers) -> None:
     else:
         band(axes, numbers, values, over="head")
     _label_layers(axes, layers, along_x=True)
+    _whole_numbers(axes)
     axes.set_xlabel("layer" if heads == 1 else "layer (mean, least and greatest head)")
     axes.margins(x=max(0.03, 0.3 / len(numbers)))
 
@@ -210,6 +211,11 @@ def _draw_layers_over_steps(axes: Axes, data: xr.Dataset, variable: xr.DataArray
     axes.set(ylabel=quantity(variable), title=_course(name.capitalize(), variable.mean(("layer", "head")), unit))
 
 
+def _whole_numbers(axes: Axes) -> None:
+    """Label the values as they are, not as differences from a number above the axis."""
+    axes.ticklabel_format(axis="y", useOffset=False)
+
+
 def _is_logarithmic(data: xr.Dataset) -> bool:
     """Return whether steps are drawn on a logarithmic axis: the first interval is short beside the whole training."""
     steps = data.step.values
@@ -226,6 +232,7 @@ def _finish_over_steps(axes: Axes, data: xr.Dataset) -> None:
         axes.minorticks_off()
     else:
         axes.set_xlabel("step")
+    _whole_numbers(axes)
     low, high = axes.get_ylim()
     labels = axes.get_legend_handles_labels()[1]
     columns = 2 if max(map(len, labels), default=0) <= MAX_LABEL - 2 else 1

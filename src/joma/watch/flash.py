@@ -162,11 +162,12 @@ def rebound(
     modules: set[str], wrap: Callable[[Callable[..., Any], Callable[..., AttentionCall]], Callable[..., Any]]
 ) -> Iterator[None]:
     """Bind the package's functions to wrapped ones in the Python modules of these names, and restore them."""
+    packages = [sys.modules[package] for package in PACKAGES if package in sys.modules]
     functions = {
         id(function): function
-        for package in PACKAGES
+        for package in packages
         for name in FUNCTIONS
-        if (function := getattr(sys.modules.get(package), name, None)) is not None
+        if (function := getattr(package, name, None)) is not None
     }
     bound: list[tuple[Any, str, Any]] = []
     try:

@@ -64,8 +64,8 @@ class Interceptor(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types  # this method is short because a pass calls it hundreds of times
-        handler = self._handlers.get(func)
-        if handler is not None and not self._off:
+        if func in self._handlers and not self._off:
+            handler = self._handlers[func]
             return handler(*args, **kwargs) if kwargs else handler(*args)
         result = func(*args, **kwargs) if kwargs else func(*args)
         if self._followed and not self._off:

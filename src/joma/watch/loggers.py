@@ -92,8 +92,16 @@ def _log_to(destination: Destination, target: Any) -> Log:
 
 
 def _log_to_all(functions: list[Log]) -> Log:
+    """Return a function that logs to every logger, also after one of them has failed, and then raises its error."""
+
     def log(scalars: dict[str, float], step: int) -> None:
+        errors: list[Exception] = []
         for function in functions:
-            function(dict(scalars), step)
+            try:
+                function(dict(scalars), step)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     return log

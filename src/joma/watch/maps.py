@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from joma import memory
-from joma.arguments import InputError, StateError, choice, whole
+from joma.arguments import InputError, StateError, choice, sequence, whole
 from joma.kernels.entropy_scores import logit_matrix
 from joma.kernels.summary_blocks import HIDDEN
 from joma.probes.attention_call import AttentionCall, Batches, batches
@@ -71,6 +72,8 @@ def kept_calls(maps: Any) -> KeptCalls | None:
     """Return where calls are kept for `maps=` of `joma.watch.attention`: nowhere for False, a default size for True."""
     if isinstance(maps, bool | np.bool_):
         return KeptCalls(DEFAULT_LIMIT) if maps else None
+    if not isinstance(maps, Number):
+        raise InputError("maps", "True, False or a number of bytes", repr(maps), "write maps=True for 256 MiB")
     return KeptCalls(whole("maps", maps))
 
 
@@ -173,7 +176,7 @@ def _token_strings(name: str, tokens: Any, tokenizer: Any) -> list[list[str]] | 
     if getattr(tokens, "encodings", None) and tokenizer is None:  # the output of a fast tokenizer has its strings
         return [encoding.tokens for encoding in tokens.encodings]
     ids = tokens["input_ids"] if isinstance(tokens, Mapping) or hasattr(tokens, "encodings") else tokens
-    items = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    items = ids.tolist() if hasattr(ids, "tolist") else sequence(name, ids, "a list of strings or of token numbers")
     sequences = items if items and isinstance(items[0], list | tuple) else [items]
     if all(isinstance(word, str) for words in sequences for word in words):
         return [list(words) for words in sequences]

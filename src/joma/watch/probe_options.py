@@ -7,13 +7,11 @@ from collections.abc import Callable, Collection, Iterable
 from numbers import Number
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
-from joma.arguments import MAX_WHOLE, InputError, choice, flag, scalar, whole
+from joma.arguments import InputError, choice, flag, scalar, whole
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.summary import MAX_TOP, check_measures
 from joma.watch.loggers import check_log
+from joma.watch.recording import check_sinks
 from joma.watch.rows import check_rows
 
 Policy = int | Collection[int] | Callable[[int], bool]
@@ -39,10 +37,13 @@ def _check_policy(at: Any) -> Callable[[int], bool]:
     if isinstance(at, Number):
         interval = whole("at", at)
         return lambda step: step % interval == 0
-    if not isinstance(at, Iterable):
+    if isinstance(at, str | bytes) or not isinstance(at, Iterable):
         got = type(at).__name__
         raise InputError("at", "steps, an interval or a function", got, "write at=100 for every 100 steps")
-    return frozenset(whole("at", step, low=0) for step in at).__contains__
+    steps = frozenset(whole("at", step, low=0) for step in at)
+    if not steps:
+        raise InputError("at", "at least one step", "none", "write at=100 for every 100 steps")
+    return steps.__contains__
 
 
 def _check_ranks(ranks: Any) -> bool | str:
@@ -69,23 +70,12 @@ def _check_forward(forward: Any) -> Any:
     raise InputError("forward", "a function of the model and the batch", repr(forward), remedy)
 
 
-def _check_sinks(sinks: Any) -> Any:
-    """Return `sinks` if they may be key numbers; how many keys there are is known only when the model runs."""
-    if isinstance(sinks, Tensor) and sinks.ndim > 0:
-        if sinks.is_floating_point() or sinks.is_complex() or sinks.dtype == torch.bool:
-            raise InputError("sinks", "whole numbers", sinks.dtype, "give key numbers")
-        return sinks
-    items = sinks if isinstance(sinks, list | tuple) else [sinks]
-    numbers = tuple(whole("sinks", item, low=-MAX_WHOLE) for item in items)
-    return numbers if isinstance(sinks, list | tuple) else numbers[0]
-
-
 CHECKS: dict[str, Callable[[Any], Any]] = {
     "at": _check_policy,
     "forward": _check_forward,
     "measures": check_measures,
     "top": lambda value: whole("top", value, low=1, high=MAX_TOP),
-    "sinks": _check_sinks,
+    "sinks": check_sinks,
     "ranks": _check_ranks,
     "residual": lambda value: flag("residual", value),
     "activation_ranks": lambda value: flag("activation_ranks", value),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xarray as xr
 from torch import Tensor, nn
 
@@ -184,6 +185,8 @@ class Recorder(RecorderViews):
 
         `collapsed` (step, layer, head) and `rank_collapsed` (step, weight) say what has collapsed by each step.
         """
+        if not self._probes and self._failures.any:
+            raise StateError("recorder", "has no probe that succeeded", "see the warning `ProbeFailed`")
         if not self._probes:
             raise StateError("recorder", "has no probe yet", "call it at a step that is due")
         return trajectory_dataset(self._probes, self.weights)
@@ -198,10 +201,11 @@ class Recorder(RecorderViews):
             if self._probes and step < self._probes[-1].step:
                 remedy = "count steps upwards, and use a new Recorder for a new training"
                 raise InputError("step", f"after the last probe, at {self._probes[-1].step}", step, remedy)
-            self.batch = move(self.batch, model_device(self.model))
+            device = model_device(self.model)
+            self.batch = move(self.batch, device)
         alone = self._processes.count == 1
         with self._processes.together():
-            recording, states = self._run("mean" if alone else "none")
+            recording, states = self._run(device, "mean" if alone else "none")
             parts = hidden_parts(states)
             averaged = averages.means(recording) if alone else averages.row_sums(recording)
         if isinstance(averaged, averages.RowSums):
@@ -223,13 +227,12 @@ class Recorder(RecorderViews):
             self._give_up("measuring the gradients", step, error)
             return {}
 
-    def _run(self, reduce: str) -> tuple[Recording, HiddenStates | None]:
+    def _run(self, device: torch.device, reduce: str) -> tuple[Recording, HiddenStates | None]:
         """Run the model on the batch, and return what was recorded of attention and of hidden states."""
         watching = attention(self.model, reduce=reduce, **self._watching)
         blocks = watch_blocks(self.model, self._blocks)
         try:
-            generators = preserve_random_state(model_device(self.model))
-            with generators, evaluation_mode(self.model), watching as recording, blocks as states:
+            with preserve_random_state(device), evaluation_mode(self.model), watching as recording, blocks as states:
                 self.forward(self.model, self.batch)
         finally:
             reshard(self.model)

@@ -15,7 +15,7 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from joma.arguments import InputError, StateError, choice, whole
+from joma.arguments import MAX_WHOLE, InputError, StateError, choice, whole
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.summary import MAX_TOP, MEASURES, AttentionCall, Sinks, check_measures
 from joma.watch.blocks import first_free
@@ -98,7 +98,7 @@ class Recording(RecordingViews):
         choice("precision", precision, PRECISIONS)
         self.measures = check_measures(measures)
         self.top = whole("top", top, low=1, high=MAX_TOP)
-        self.sinks = _plain_sinks(sinks)
+        self.sinks = check_sinks(sinks)
         self.precision, self.row_masks = precision, RowMasks(rows)
         self.longest = 0
         self.not_seen: dict[str, str] = {}
@@ -421,8 +421,20 @@ def _maximum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     return values.masked_fill(undefined, -torch.inf).amax(axes).masked_fill(undefined.all(axes), torch.nan)
 
 
-def _plain_sinks(sinks: Any) -> Any:
-    """Return key numbers that come in a list, a range or an array of NumPy as Python's own; all else as it is."""
+def check_sinks(sinks: Any) -> Sinks:
+    """Return `sinks` if they may be key numbers: a whole number, a tuple of them, or a tensor with one for each row.
+
+    How many keys there are is known only when the model runs.
+
+    >>> check_sinks(range(2)), check_sinks(np.array([0, -1]))
+    ((0, 1), (0, -1))
+    """
+    if isinstance(sinks, Tensor) and sinks.ndim > 0:
+        if sinks.is_floating_point() or sinks.is_complex() or sinks.dtype == torch.bool:
+            raise InputError("sinks", "whole numbers", sinks.dtype, "give key numbers")
+        return sinks
     if isinstance(sinks, np.ndarray | np.integer):
         sinks = sinks.tolist()
-    return tuple(sinks) if isinstance(sinks, list | range) else sinks
+    if isinstance(sinks, list | tuple | range):
+        return tuple(whole("sinks", number, low=-MAX_WHOLE) for number in sinks)
+    return whole("sinks", sinks, low=-MAX_WHOLE)

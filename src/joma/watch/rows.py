@@ -80,9 +80,9 @@ class RowMasks:
         """Note the masks of every call of `modules` inside the context, and warn once of rows that are unknown."""
         self._modules = modules
         hooks = [
-            Hooks(module, partial(self._enter, name, parameters), partial(self._leave, name), kwargs=True)
-            for name, module in modules.items()
-            if (parameters := _parameters(module)).has_masks
+            Hooks(modules[name], partial(self._enter, name, parameters), partial(self._leave, name), kwargs=True)
+            for name, parameters in _parameters(modules).items()
+            if parameters.has_masks
         ]
         try:
             with module_hooks(hooks):
@@ -273,9 +273,13 @@ class RowMasks:
                 return
 
 
-def _parameters(module: nn.Module) -> Parameters:
-    """Return the names of the arguments of a module's forward, and what follows from them."""
-    return _signature(type(module).forward) if "forward" not in vars(module) else Parameters(_names(module.forward))
+def _parameters(modules: Mapping[str, nn.Module]) -> dict[str, Parameters]:
+    """Return the names of the arguments of each module's forward, and what follows from them."""
+    by_class = {kind: _signature(kind.forward) for kind in set(map(type, modules.values()))}
+    return {
+        name: Parameters(_names(module.forward)) if "forward" in module.__dict__ else by_class[type(module)]
+        for name, module in modules.items()
+    }
 
 
 @lru_cache(maxsize=1024)

@@ -48,7 +48,7 @@ def without_compilation(modules: Collection[nn.Module]) -> Iterator[None]:
     ):
         yield  # nothing is compiled, and importing the compiler would take seconds
         return
-    if any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules):
+    if [module for module in modules if "_orig_mod" in module._modules or module._compiled_call_impl is not None]:
         _warn_once("compiled", "a compiled model runs eagerly while attention is watched")
     with _while_open("compilation", partial(_stance, "force_eager")):
         yield

@@ -55,7 +55,17 @@ class RecordingViews(Displayed):
             self.listeners.append(self._kept.keep)
             self.pass_started.append(self._kept.start_pass)
 
-    def maps(self, layer: str | int, head: Any = None, **options: Any) -> xr.DataArray:
+    def maps(
+        self,
+        layer: str | int,
+        head: Any = None,
+        *,
+        queries: Any = None,
+        keys: Any = None,
+        tokens: Any = None,
+        key_tokens: Any = None,
+        tokenizer: Any = None,
+    ) -> xr.DataArray:
         """Return attention weights of a layer in the last pass, computed again in float64 from its queries and keys.
 
         The context must be opened with `attention(model, maps=True)`, which keeps at most 256 MiB, or with a number of
@@ -75,7 +85,8 @@ class RecordingViews(Displayed):
             Weights with dims batch, head, query, key, and with coordinates `query_token`, `key_token` for tokens. NaN
             where a query sees no key.
         """
-        return attention_maps(self._kept, layer, head, **options)
+        words = {"tokens": tokens, "key_tokens": key_tokens, "tokenizer": tokenizer}
+        return attention_maps(self._kept, layer, head, queries=queries, keys=keys, **words)
 
     def plot(self) -> Figure:
         """Draw the entropy by layer and head, and the weight on the sinks by layer if it was measured."""
@@ -87,7 +98,7 @@ class RecordingViews(Displayed):
         """Draw the attention map of one head for one sequence of the last pass; other arguments as for `maps`."""
         from joma.watch.figures import draw_map
 
-        weights = attention_maps(self._kept, layer, whole("head", head, low=0), **options)
+        weights = self.maps(layer, whole("head", head, low=0), **options)
         return draw_map(weights.isel(batch=whole("batch", batch, low=0, high=weights.sizes["batch"] - 1), head=0))
 
     def summary(self) -> Summary:

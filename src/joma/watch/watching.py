@@ -34,7 +34,7 @@ def check_model(model: Any, modules: Mapping[str, nn.Module] | None = None) -> n
         got = f"{type(model).__name__} {model!r}" if isinstance(model, str) else type(model).__name__
         raise InputError("model", "a `torch.nn.Module`", got, "load it first, or use `joma probe` for a name")
     classes = set(map(type, (modules or all_modules(model)).values()))
-    if any(issubclass(kind, torch.jit.ScriptModule) for kind in classes):
+    if [kind for kind in classes if issubclass(kind, torch.jit.ScriptModule)]:
         remedy = "watch the original module: calls inside TorchScript cannot be intercepted"
         raise InputError("model", "free of TorchScript", type(model).__name__, remedy)
     return model

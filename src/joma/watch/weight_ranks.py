@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from joma.arguments import InputError
 from joma.probes.rank import stable_rank
-from joma.watch.blocks import WRAPPERS
+from joma.watch.blocks import WRAPPERS, all_modules, all_parameters
 from joma.watch.distributed import Processes, full_weight, is_fsdp_wrapper, is_sharded
 
 MAX_STACKED = 2**24  # elements that are copied at once to measure weights of the same shape together
@@ -28,7 +29,7 @@ def select_weights(model: nn.Module, ranks: bool | str) -> tuple[str, ...]:
     if ranks is False:
         return ()
     matrices = {name: id(weight) for name, weight in _parameters(model).items() if weight.ndim == 2}
-    if any(map(is_fsdp_wrapper, model.modules())):
+    if any(map(is_fsdp_wrapper, all_modules(model).values())):
         remedy = "use `fully_shard` (FSDP2), or `ranks=False`"
         warnings.warn(f"stable ranks are not measured: FSDP1 keeps weights in flat parameters; {remedy}.", stacklevel=4)
         return ()
@@ -45,17 +46,20 @@ def select_weights(model: nn.Module, ranks: bool | str) -> tuple[str, ...]:
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by name, without the parts that wrappers such as `torch.compile` add."""
-    named = dict(model.named_parameters())
-    if not any(part in name for name in named for part in WRAPPERS):
+    named = all_parameters(model)
+    every = "\n".join(named)
+    if not any(part in every for part in WRAPPERS):
         return named
     return {".".join(part for part in name.split(".") if part not in WRAPPERS): named[name] for name in named}
 
 
 def _named(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Parameter]:
     """Return parameters by name; to look a few up takes a fraction of the time of listing all."""
+    modules = all_modules(model)
     try:
-        return {name: model.get_parameter(name) for name in names}
-    except AttributeError:  # the names of wrapped modules lack the wrappers' parts
+        places = [(name, *name.rpartition(".")[::2]) for name in names]
+        return {name: cast(nn.Parameter, modules[module]._parameters[last]) for name, module, last in places}
+    except KeyError:  # the names of wrapped modules lack the wrappers' parts
         return _parameters(model)
 
 
