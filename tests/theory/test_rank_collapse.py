@@ -185,6 +185,9 @@ def test_sizes_of_residuals():
     assert np.exp(tokens.log_diameter) == pytest.approx(2.0)
 
 
+OVERFLOW = "tokens`, `w`, `v"
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [
@@ -192,12 +195,16 @@ def test_sizes_of_residuals():
         (lambda _: split([[1.0, 2.0]]), "x"),
         (lambda tokens: attend(tokens, np.eye(3), np.eye(2)), "w"),
         (lambda tokens: attend(tokens, np.eye(2), np.eye(3)), "v"),
-        (lambda tokens: attend(split(1e200 * tokens.x), np.eye(2), np.eye(2)), "tokens`, `w`, `v"),
+        (lambda tokens: attend(split(1e200 * tokens.x), np.eye(2), np.eye(2)), OVERFLOW),
         (lambda tokens: relu_mlp(tokens, np.eye(3), np.eye(3)), "lower"),
         (lambda tokens: relu_mlp(tokens, np.eye(2), np.eye(3)), "upper"),
         (lambda tokens: add(tokens, split(np.eye(3))), "update"),
         (lambda _: diameter_bound(-1.0, 1.0, 1.0), "diameter"),
         (lambda _: norm_bound([1.0], np.eye(2), np.eye(2)), "residual"),
+        (lambda _: norm_bound(np.eye(2), np.full((2, 2), 1e308), np.eye(2)), "residual`, `w`, `v"),
+        (lambda _: norm_bound(np.full((2, 2), 1e200), np.eye(2), np.eye(2)), "residual`, `w`, `v"),
+        (lambda _: mixed_norm(np.full((2, 2), 1e308)), "matrix"),
+        (lambda _: leading_term(split([[9.0, 2.0], [3.0, 7.0]]), np.full((2, 2), 1e308), np.eye(2)), OVERFLOW),
     ],
 )
 def test_bad_input_is_refused_by_name(call, name):

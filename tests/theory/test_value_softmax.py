@@ -209,6 +209,15 @@ def test_gaps_tend_to_their_laws():
         ("log_time", lambda: trained_gap(-1.0, 3)),
         ("scores", lambda: fixed_gap([1.0, 1.0], 3.0)),
         ("scores", lambda: fixed_values([1e308, -1e308], [0.0, 0.0], [1.0])),
+        ("scores", lambda: orbit([1e308, 0.0], [0.0, 0.0], [1.0])),
+        ("logits", lambda: orbit([1.0, 2.0], [0.0, 1e308], [1.0])),
+        ("logits", lambda: orbit_at_margins([1.0, 2.0], [1e300, 0.0], [3.0])),
+        ("logits", lambda: fixed_values([1.0, 2.0], [0.0, 1e308], [1.0])),
+        ("clock", lambda: orbit([1.0, 2.0], [0.0, 0.0], [-1.0])),
+        ("clock", lambda: orbit([1.0, 2.0], [0.0, 0.0], [2.0, 1.0])),
+        ("clock", lambda: orbit([1.0, 2.0], [0.0, 0.0], "1")),
+        ("log_times", lambda: fixed_values([1.0, 2.0], [0.0, 0.0], [np.nan])),
+        ("log_times", lambda: fixed_values([1.0, 2.0], [0.0, 0.0], [2.0, 1.0])),
     ],
 )
 def test_bad_arguments_are_named(name, call):

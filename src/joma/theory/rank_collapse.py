@@ -263,12 +263,13 @@ def leading_term(tokens: Tokens, w: ArrayLike, v: ArrayLike) -> Tokens:
     """
     state, query_key, value = _layer(tokens, w, v)
     norm = _exp(state.log_norm)
-    with np.errstate(under="ignore"):
+    with np.errstate(under="ignore", over="ignore", invalid="ignore"):
         log_pi = _log_pi(state, query_key, norm)
         common = _Common.of(state.direction, log_pi)
         covariance = (common.centred * np.exp(log_pi).mT).mT @ common.centred
         mean = (state.mean[..., None, :] + norm * common.average) @ value
         residual = _centred(state.direction @ query_key @ covariance) @ value
+        in_range("tokens`, `w`, `v", mean, residual)
         return Tokens(mean[..., 0, :], *_scaled(residual, 3 * state.log_norm)[1:])
 
 
@@ -337,10 +338,12 @@ def norm_bound(residual: ArrayLike, w: ArrayLike, v: ArrayLike) -> np.ndarray:
     np.float64(0.011314)
     """
     rows, query_key, value = _matrices("residual", residual), _matrices("w", w), _matrices("v", v)
-    column_norm = np.asarray(np.linalg.norm(query_key, ord=1, axis=(-2, -1)))
     broadcast(residual=rows[..., :1, :1], w=query_key[..., :1, :1], v=value[..., :1, :1])
     with np.errstate(over="ignore", under="ignore"):
-        return np.asarray(4 * column_norm * mixed_norm(value) * mixed_norm(rows) ** 3)
+        column_norm = np.asarray(np.linalg.norm(query_key, ord=1, axis=(-2, -1)))
+        bound = np.asarray(4 * column_norm * _mixed_norm(value) * _mixed_norm(rows) ** 3)
+    in_range("residual`, `w`, `v", bound)
+    return bound
 
 
 def mixed_norm(matrix: ArrayLike) -> np.ndarray:
@@ -352,8 +355,14 @@ def mixed_norm(matrix: ArrayLike) -> np.ndarray:
     >>> mixed_norm([[3.0, 1.0], [0.0, 1.0]])
     array(3.46410162)
     """
-    checked = _matrices("matrix", matrix)
-    norms = [np.linalg.norm(checked, ord=order, axis=(-2, -1)) for order in (1, np.inf)]
+    with np.errstate(over="ignore"):
+        norm = _mixed_norm(_matrices("matrix", matrix))
+    in_range("matrix", norm)
+    return norm
+
+
+def _mixed_norm(matrix: np.ndarray) -> np.ndarray:
+    norms = [np.linalg.norm(matrix, ord=order, axis=(-2, -1)) for order in (1, np.inf)]
     return np.asarray(np.sqrt(norms[0]) * np.sqrt(norms[1]))
 
 

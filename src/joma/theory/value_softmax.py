@@ -23,7 +23,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 from scipy.special import entr, expit, log_softmax, softmax
 
-from joma.arguments import InputError, broadcast, in_range, positive, real, scalar, whole
+from joma.arguments import InputError, broadcast, in_range, instance, positive, real, scalar, whole
 from joma.theory.block_parts import pack, unpack
 from joma.theory.integration import DEFAULT_SOLVER, Solver, integrate
 
@@ -92,8 +92,8 @@ def orbit(
            [0.375, 0.312, 0.312],
            [0.999, 0.001, 0.001]])
     """
-    flow = _Flow.of(scores, logits, norm)
-    return flow.orbit(integrate(lambda _, state: flow.velocity(state)[0], flow.start, clock, solver).states)
+    flow, grid = _Flow.of(scores, logits, norm, solver), _row("clock", clock)
+    return flow.orbit(integrate(lambda _, state: flow.velocity(state)[0], flow.start, grid, solver).states)
 
 
 def orbit_at_margins(
@@ -112,7 +112,7 @@ def orbit_at_margins(
     >>> path.entropy.round(3)
     array([1.097, 0.141, 0.002])
     """
-    flow = _Flow.of(scores, logits, norm)
+    flow = _Flow.of(scores, logits, norm, solver)
     first, grid = flow.margin, np.atleast_1d(real("margins", margins, ndim=None))
     if grid.ndim != 1 or (grid[1:] <= grid[:-1]).any() or grid[0] < first:
         expected = f"one increasing row from {first:.6g}, the margin at the start,"
@@ -135,9 +135,11 @@ class _Flow:
         self.margin = float(softmax(logits) @ scores)
 
     @classmethod
-    def of(cls, scores: ArrayLike, logits: ArrayLike, norm: float) -> _Flow:
+    def of(cls, scores: ArrayLike, logits: ArrayLike, norm: float, solver: Solver) -> _Flow:
         """Check the arguments of an orbit."""
-        return cls(*_start(scores, logits), scalar("norm", norm, above=0.0, high=MAX_NORM) ** 2)
+        s, a = _start(scores, logits)
+        _check_bound(solver, scores=s, logits=a)
+        return cls(s, a, scalar("norm", norm, above=0.0, high=MAX_NORM) ** 2)
 
     def orbit(self, states: np.ndarray) -> Orbit:
         """Return flat states [time, state] as an orbit."""
@@ -164,6 +166,23 @@ def _start(scores: ArrayLike, logits: ArrayLike) -> tuple[Token, Token]:
         got = f"{s.size} and {a.size}"
         raise InputError("scores`, `logits", "one number each for at least 2 tokens", got, "match the two")
     return s, a
+
+
+def _check_bound(solver: Solver, **states: Token) -> None:
+    """Check that states at time 0 have not blown up already."""
+    bound = instance("solver", solver, Solver, "pass `Solver(method=...)`").bound
+    for name, values in states.items():
+        largest = float(np.abs(values).max())
+        if largest >= bound:
+            raise InputError(name, f"smaller than {bound:g}, the solver's `bound`", f"{largest:g}", "rescale them")
+
+
+def _row(name: str, values: ArrayLike) -> Float[np.ndarray, " time"]:
+    """Return the times at which a flow is asked for."""
+    grid = np.atleast_1d(real(name, values, low=0.0))
+    if grid.ndim != 1 or (grid[1:] <= grid[:-1]).any():
+        raise InputError(name, "one increasing row", f"shape {grid.shape}", "sort them and drop repetitions")
+    return grid
 
 
 def late_error(clock: ArrayLike, tokens: int, *, norm: ArrayLike = 1.0) -> np.ndarray:
@@ -288,7 +307,8 @@ def fixed_values(
     array([[ 0.   ,  0.   ,  0.   ],
            [ 0.   , 19.785, 20.478]])
     """
-    s, a = _start(scores, logits)
+    (s, a), grid = _start(scores, logits), _row("log_times", log_times)
+    _check_bound(solver, logits=a)
     with np.errstate(over="ignore"):
         relative = s - s.max()
     in_range("scores", relative)
@@ -303,4 +323,4 @@ def fixed_values(
         pull = np.where(winner, np.exp(log_sigma) * lead, stretched * (relative - mean))
         return expit(-(s.max() + mean)) * pull
 
-    return integrate(rhs, a, log_times, solver).states
+    return integrate(rhs, a, grid, solver).states

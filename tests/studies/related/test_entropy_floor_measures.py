@@ -70,3 +70,22 @@ def test_rank_correlations_are_spearmans(made_up, measure, name, sign):
         ]
         expected = sign * np.mean([float(np.asarray(correlation)[0]) for correlation in correlations])
         assert float(values[seed]) == pytest.approx(expected)
+
+
+def test_a_seed_of_which_a_model_diverged_has_no_measure(made_up):
+    """It does not count by what it was before, nor by its other models."""
+    for name in ("entropy", "floor", "slack", "logit_norm", "weight_norm", "bound_slack", "loss"):
+        made_up[name].loc[{"arm": "plain", "rate": 0.1, "seed": 1, "step": [6, 12]}] = np.nan
+    trained = [
+        measures.collapse(made_up),
+        measures.entropy_gain(made_up, made_up.rate.max()),
+        measures.norm_excess(made_up),
+        measures.loss_gain(made_up),
+        measures.below_floor(made_up),
+        measures.below_bound(made_up),
+        measures.floor_correlation(made_up),
+        measures.weight_correlation(made_up),
+    ]
+    for values in trained:
+        np.testing.assert_array_equal(np.isnan(values), [False, True])
+    assert np.isfinite(measures.entropy_gain(made_up, made_up.rate.min())).all()

@@ -72,6 +72,13 @@ def test_a_boundary_that_is_not_reached_gives_no_loss(made):
     assert np.isnan(boundary_loss(never)).all()
 
 
+def test_a_layer_that_diverged_has_no_boundary(made):
+    made["least_margin"][1, 0, -1] = np.nan  # long after its boundary
+    np.testing.assert_array_equal(np.isnan(boundary(made).isel(seed=0)), [False, True, False])
+    assert np.isnan(boundary_spread(made)).all()
+    assert np.isnan(boundary_loss(made)).all()
+
+
 def test_the_flow_is_compared_at_the_trained_length(made):
     same = made.assign(u_norm=made.u_norm * 0 + np.sqrt(1 + made.rate * made.step))
     assert distance_from_flow(same) < 0.01

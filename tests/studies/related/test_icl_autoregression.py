@@ -90,3 +90,12 @@ def test_statements_are_short_and_have_a_quantity():
     for claim in STUDY.claims:
         assert len(claim.statement) <= 110, claim.name
         assert claim.quantity, claim.name
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_layers_that_diverge_are_nan_and_hold_no_claim():
+    diverged = run(replace(TINY, rate=1e30), Context((0, 1)))
+    assert np.isnan(diverged.loss.isel(record=-1)).all()
+    records = {claim.name: claim.judge(diverged, "quick") for claim in STUDY.claims}
+    holding = {name for name, record in records.items() if record["verdict"] == "holds"}
+    assert holding <= {"optimum", "rotations"}  # nothing is trained for these

@@ -19,7 +19,11 @@ def trajectory():
 
 def test_every_panel_has_a_title(trajectory):
     assert all(len(title(panel)) > 8 for panel in draw_losses(trajectory).axes)
-    assert [panel.get_title() for panel in draw_matrices(trajectory).axes][:2] == ["|A|: independent", "|A|: rotations"]
+    titles = [panel.get_title() for panel in draw_matrices(trajectory).axes]
+    assert [text.split("\n")[0] for text in titles[:2]] == ["|A|: independent", "|A|: rotations"]
+    size = trajectory.A_size.sel(arm="unitary, 4").isel(seed=0).values
+    share = 100 * max(size[0, 1], size[1, 0]) / max(size[0, 0], size[1, 1])
+    assert titles[0].endswith(f"≤ {share:.2g} % off the diagonal")
     assert set(STUDY.figures) == {"losses", "matrices"}
     assert "do not commute" in STUDY.figures["losses"].caption  # what their line is: no search covers them
 

@@ -51,3 +51,12 @@ def test_matrices_are_compared_with_diagonal_ones(run):
 
 def test_the_step_has_a_size_and_no_imaginary_part(run):
     np.testing.assert_allclose(measures.step_error(run, "unitary"), [0.03])
+
+
+def test_a_diverged_layer_is_not_left_out_of_the_largest(run):
+    run["loss"][0, 0, -1] = np.nan
+    run["A_size"][0, 0] = np.nan
+    run["product"][0, 0] = np.nan
+    for measure in (measures.from_formula, measures.below_formula, measures.diagonal_error, measures.step_error):
+        assert np.isnan(measure(run, "unitary")).all(), measure.__name__
+    assert np.isfinite(measures.diagonal_error(run, "fixed")).all()

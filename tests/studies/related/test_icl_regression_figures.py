@@ -25,8 +25,10 @@ def test_flows_are_drawn_with_plateaus_closed_forms_and_risks():
         assert panel.get_xscale() == "log"
 
 
-def test_the_legend_of_what_is_learnt_covers_no_curve():
+def test_nine_directions_look_different_and_their_legend_covers_no_curve():
     panel = draw_flows(small_run().isel(direction=[0, 1, 2] * 3)).axes[1]
+    styles = [(line.get_color(), line.get_linestyle()) for line in panel.lines if "λ" in str(line.get_label())]
+    assert len(set(styles)) == 9
     legend_box = panel.get_legend()
     assert legend_box is not None
     panel.figure.canvas.draw()

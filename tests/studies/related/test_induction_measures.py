@@ -125,6 +125,17 @@ def test_measures_of_the_full_model():
     np.testing.assert_array_equal(np.isnan(one_layer_closed(run)), [False, True])
 
 
+@pytest.mark.parametrize("arm", [0, 1])
+def test_a_full_model_that_diverged_is_neither_slow_nor_fast(arm):
+    """Also if it had closed half of the gap, or had rested long enough, before it diverged."""
+    run = full_run()
+    run["full_loss"][arm, 0, -2:] = np.nan
+    np.testing.assert_array_equal(np.isnan(full_delay(run)), [True, False])
+    if arm == 0:
+        assert passed_share(full_arm(run)) == 0.0
+        np.testing.assert_array_equal(np.isnan(plateau_steps(run)), [True, False])
+
+
 def test_a_run_without_a_full_model_or_a_transition_says_so():
     with pytest.raises(NotInRun, match="full model"):
         full_arm(minimal_run())

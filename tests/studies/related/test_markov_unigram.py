@@ -49,6 +49,9 @@ def test_the_outcome_counts_what_is_stuck(trajectory):
     sentence = outcome(trajectory)
     assert "8 of 8 transformers trained by SGD stop" in sentence
     assert "Every one by SGD stops there if initial weights are at most 0.05." in sentence
+    freed = outcome(trajectory.assign(loss=trajectory.loss * 0 + trajectory.kernel))
+    assert "0 of 8 transformers trained by SGD stop" in freed
+    assert "Every one by SGD" not in freed
 
 
 def test_every_field_is_changed_below():

@@ -75,6 +75,13 @@ def test_a_diverged_arm_is_not_left_out_of_the_largest_distance(run):
     np.testing.assert_array_equal(np.isnan(measures.reduced_error(run)), [False, True])
 
 
+def test_a_seed_that_diverged_says_nothing_of_its_fate_or_of_saddles(run):
+    run["loss"][0, 0, -1] = np.nan  # stays
+    run["loss"][1, 3, -2:] = np.nan  # Adam
+    np.testing.assert_array_equal(np.isnan(measures.fate_is_predicted(run)), [True, False])
+    np.testing.assert_array_equal(np.isnan(measures.least_curvature_before_departure(run)), [False, True])
+
+
 def test_fates_are_compared_with_the_sign_of_the_curvature(run):
     assert measures.fate_is_predicted(run).values.tolist() == [1, 1]
     run["curvature"][1, 0, 0] = -1.0

@@ -66,6 +66,8 @@ def test_a_start_without_an_answer_is_not_left_out(run):
     np.testing.assert_array_equal(np.isnan(measures.late_direction_error(run)), [False, True])
     np.testing.assert_array_equal(np.isnan(measures.trained_cosine(run)), [False, True])
     np.testing.assert_array_equal(np.isnan(trained), [True, False])
+    run["coarse_distance"].loc[{"scores": "equal", "seed": 1, "start": run.start[0]}] = np.nan
+    assert np.isnan(measures.descent_ratio(run, "equal"))[1]
 
 
 def test_training_is_compared_where_no_sequence_is_lost(run):

@@ -63,6 +63,14 @@ def test_the_rates_are_those_of_the_laws(trajectory):
     np.testing.assert_allclose(late.trained_gap, late.trained_law, atol=0.3)
 
 
+def test_a_block_that_diverged_is_not_on_the_orbit(trajectory):
+    diverged = trajectory.copy(deep=True)
+    diverged["sgd_entropy"][{"seed": 1, STEP: slice(5, None)}] = np.nan
+    (claim,) = (claim for claim in STUDY.claims if claim.name == "sgd")
+    np.testing.assert_array_equal(np.isnan(claim.measure(diverged)), [False, True])
+    assert claim.judge(diverged, "quick")["verdict"] == "does not hold"
+
+
 def test_smaller_steps_bring_sgd_to_the_orbit():
     context = Context((0, 1))
     starts = [

@@ -1,4 +1,4 @@
-"""What the study `entropy-floor` measures on its run."""
+"""What the study `entropy-floor` measures on its run. A seed of which a model diverged is NaN, at whichever step."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def converged(run: xr.Dataset) -> xr.DataArray:
 
 def below_floor(run: xr.Dataset) -> xr.DataArray:
     """Return the least entropy of a row less its floor, over rows, layers, steps, rates and arms, per seed."""
-    return run.slack.min(("arm", "rate", "step", "layer"))
+    return run.slack.min(("arm", "rate", "step", "layer"), skipna=False)
 
 
 def below_bound(run: xr.Dataset) -> xr.DataArray:
     """Return the least bound by weights and inputs less the norm of a row's logits, per seed."""
-    return run.bound_slack.min(("arm", "rate", "step", "layer"))
+    return run.bound_slack.min(("arm", "rate", "step", "layer"), skipna=False)
 
 
 def least_entropy(run: xr.Dataset) -> xr.DataArray:
     """Return the least entropy over training of the mean over layers, [arm, rate, seed]."""
-    return run.entropy.mean("layer").min("step")
+    return run.entropy.mean("layer", skipna=False).min("step", skipna=False)
 
 
 def collapse(run: xr.Dataset) -> xr.DataArray:
@@ -57,7 +57,8 @@ def collapse(run: xr.Dataset) -> xr.DataArray:
 
 def loss_gain(run: xr.Dataset) -> xr.DataArray:
     """Return the training loss without σReparam less that with it, largest rate, second half of steps, per seed."""
-    late = run.loss.sel(step=run.step >= run.step[-1] / 2).mean("step").sel(rate=run.rate.max(), drop=True)
+    late = run.loss.sel(step=run.step >= run.step[-1] / 2).mean("step", skipna=False)
+    late = late.sel(rate=run.rate.max(), drop=True)
     return late.sel(arm=PLAIN, drop=True) - late.sel(arm=REPARAM, drop=True)
 
 
@@ -69,18 +70,19 @@ def entropy_gain(run: xr.Dataset, rate: xr.DataArray) -> xr.DataArray:
 
 def norm_excess(run: xr.Dataset) -> xr.DataArray:
     """Return the largest norm of the logits without σReparam over that with it, at the largest rate, per seed."""
-    largest = run.logit_norm.mean("layer").max("step").sel(rate=run.rate.max(), drop=True)
+    norm = run.logit_norm.sel(rate=run.rate.max(), drop=True)
+    largest = norm.mean("layer", skipna=False).max("step", skipna=False)
     return largest.sel(arm=PLAIN, drop=True) / largest.sel(arm=REPARAM, drop=True)
 
 
 def floor_correlation(run: xr.Dataset) -> xr.DataArray:
     """Return the rank correlation over steps of entropy and floor, mean over layers, rates and arms, per seed."""
-    return _rank_correlation(run.entropy, run.floor).mean(("arm", "rate", "layer"))
+    return _rank_correlation(run.entropy, run.floor).mean(("arm", "rate", "layer"), skipna=False)
 
 
 def weight_correlation(run: xr.Dataset) -> xr.DataArray:
     """Return the rank correlation over steps of entropy and minus ‖W_Q W_Kᵀ‖, mean over all else, per seed."""
-    return _rank_correlation(run.entropy, -run.weight_norm).mean(("arm", "rate", "layer"))
+    return _rank_correlation(run.entropy, -run.weight_norm).mean(("arm", "rate", "layer"), skipna=False)
 
 
 def _rank_correlation(first: xr.DataArray, second: xr.DataArray) -> xr.DataArray:
@@ -89,8 +91,8 @@ def _rank_correlation(first: xr.DataArray, second: xr.DataArray) -> xr.DataArray
         xr.apply_ufunc(_centred_ranks, values, input_core_dims=[["step"]], output_core_dims=[["step"]])
         for values in (first, second)
     ]
-    norms = [np.sqrt((rank**2).sum("step")) for rank in ranks]
-    return (ranks[0] * ranks[1]).sum("step") / (norms[0] * norms[1])
+    norms = [np.sqrt((rank**2).sum("step", skipna=False)) for rank in ranks]
+    return (ranks[0] * ranks[1]).sum("step", skipna=False) / (norms[0] * norms[1])
 
 
 def _centred_ranks(values: np.ndarray) -> np.ndarray:

@@ -48,18 +48,21 @@ def attention_growth(run: xr.Dataset) -> xr.DataArray:
 
 
 def boundary(run: xr.Dataset) -> xr.DataArray:
-    """Return the time rate × step at which all margins of even pairs first are positive, [arm, seed]."""
+    """Return the time rate × step at which all margins of even pairs first are positive, [arm, seed].
+
+    It is infinite where they never are, and NaN for a layer that diverged, at whichever step.
+    """
     pairs = of_task(run, "pairs")
     times = [
-        [phase_boundary(float(arm.rate) * run.step.values, margin) for margin in _finite(arm.least_margin)]
+        [_boundary(float(arm.rate) * run.step.values, margin) for margin in arm.least_margin.transpose("seed", "step")]
         for arm in (pairs.isel(arm=index) for index in range(pairs.sizes["arm"]))
     ]
     return xr.DataArray(np.array(times), {"arm": pairs.arm, "seed": run.seed}, ("arm", "seed"))
 
 
-def _finite(margin: xr.DataArray) -> np.ndarray:
-    """Return the least margins [seed, step]; a layer that has diverged has no right answers."""
-    return margin.fillna(-1.0).transpose("seed", "step").values
+def _boundary(times: np.ndarray, margin: xr.DataArray) -> float:
+    """Return the time at which the least margin of one layer first is positive; NaN if it diverged."""
+    return phase_boundary(times, margin.values) if bool(margin.notnull().all()) else np.nan
 
 
 def boundary_loss(run: xr.Dataset) -> xr.DataArray:
@@ -74,9 +77,12 @@ def boundary_loss(run: xr.Dataset) -> xr.DataArray:
 
 
 def boundary_spread(run: xr.Dataset) -> xr.DataArray:
-    """Return the latest boundary over the earliest one, less 1, over learning rates and starts, per seed."""
+    """Return the latest boundary over the earliest one, less 1, over rates and starts, per seed.
+
+    It is NaN if a layer diverged.
+    """
     times = boundary(run)
-    return times.max("arm") / times.min("arm") - 1
+    return times.max("arm", skipna=False) / times.min("arm", skipna=False) - 1
 
 
 def distance_from_flow(run: xr.Dataset) -> float:

@@ -147,7 +147,7 @@ def _measured(config: Config, context: Context, trajectory: xr.Dataset, arm: Arm
 
 
 def _exact_losses(arm: Arm, first: np.ndarray, second: np.ndarray, record: xr.Dataset) -> np.ndarray:
-    """Return the exact loss of A and B, [seed, record, dim, dim], at every record of every seed."""
+    """Return the exact loss of A and B, [seed, record, dim, dim], at every record; NaN once a seed has diverged."""
     positions = record.weights.values[..., : arm.length][..., ::-1]  # they are recorded from the last token back
     losses = [
         theory.population_loss(
@@ -157,6 +157,8 @@ def _exact_losses(arm: Arm, first: np.ndarray, second: np.ndarray, record: xr.Da
             process=arm.process,
             positions=None if arm.augmented else positions[place],
         )
+        if np.isfinite(first[place]).all() and np.isfinite(second[place]).all()
+        else np.nan
         for place in np.ndindex(first.shape[:2])
     ]
     return np.reshape(losses, first.shape[:2])

@@ -85,7 +85,9 @@ def draw_matrices(run: xr.Dataset) -> Figure:
             panel.grid(visible=False)
             panel.set_xticks([])
             panel.set_yticks([])
-            panel.set(title=f"|{name}|: {LABELS[process]}")
+            diagonal = np.eye(len(size), dtype=bool)
+            share = 100 * float(size.values[~diagonal].max(initial=0.0) / size.values[diagonal].max())
+            panel.set(title=f"|{name}|: {LABELS[process]}\n≤ {share:.2g} % off the diagonal")
     if image is not None:
         figure.colorbar(image, ax=axes, shrink=0.6, label="size over the largest")
     return figure

@@ -1,4 +1,4 @@
-"""What the study `icl-autoregression` measures on its run."""
+"""What the study `icl-autoregression` measures on its run. A seed of which a layer diverged is NaN."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def of_process(run: xr.Dataset, process: str) -> xr.Dataset:
 def from_formula(run: xr.Dataset, process: str) -> xr.DataArray:
     """Return the largest distance of a final loss from (d − 1)/(T + d − 2), per seed."""
     arms = of_process(run, process)
-    return abs(arms.loss.isel(record=-1) - arms.formula).max("arm")
+    return abs(arms.loss.isel(record=-1) - arms.formula).max("arm", skipna=False)
 
 
 def below_formula(run: xr.Dataset, process: str) -> xr.DataArray:
     """Return by how much the final loss is below (d − 1)/(T + d − 2), the least over arms, per seed."""
     arms = of_process(run, process)
-    return (arms.formula - arms.loss.isel(record=-1)).min("arm")
+    return (arms.formula - arms.loss.isel(record=-1)).min("arm", skipna=False)
 
 
 def diagonal_error(run: xr.Dataset, process: str) -> xr.DataArray:
@@ -33,7 +33,7 @@ def diagonal_error(run: xr.Dataset, process: str) -> xr.DataArray:
         size.where(~on_diagonal).max(("row", "column")) / size.where(on_diagonal).max(("row", "column"))
         for size in (arms.A_size, arms.B_size)
     )
-    return np.maximum(first, second).max("arm")
+    return np.maximum(first, second).max("arm", skipna=False)
 
 
 def step_error(run: xr.Dataset, process: str) -> xr.DataArray:
@@ -41,7 +41,7 @@ def step_error(run: xr.Dataset, process: str) -> xr.DataArray:
     arms = of_process(run, process)
     relative = arms.product * (arms.length + run.sizes["row"] - 2)
     error = np.hypot(relative.isel(part=0) - 1, relative.isel(part=1))
-    return error.max(("row", "arm"))
+    return error.max(("row", "arm"), skipna=False)
 
 
 def beside_best_scalar(run: xr.Dataset) -> xr.DataArray:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from joma.drawing import COLOURS, canvas, letters, measured, theory
+from joma.drawing import COLOURS, LINES, canvas, letters, measured, theory
 from joma.studies.related.icl_regression_measures import is_behind
 
 MANY_SEEDS = 8  # lines of single seeds that a panel shows
@@ -26,7 +28,7 @@ def draw_flows(run: xr.Dataset) -> Figure:
 
 
 def _seed_lines(
-    panel: Axes, x: xr.DataArray, values: xr.DataArray, index: int, label: str, *, style: str = "-"
+    panel: Axes, x: xr.DataArray, values: xr.DataArray, index: int, label: str, *, style: Any = "-"
 ) -> None:
     """Draw up to eight seeds as thin lines of one colour."""
     for row in range(min(MANY_SEEDS, values.sizes["seed"])):
@@ -57,7 +59,8 @@ def _draw_learnt(panel: Axes, run: xr.Dataset) -> None:
     for direction in range(run.sizes["direction"]):
         shares = run.learnt.isel(direction=direction, separate_time=slice(1, None))
         label = f"λ = {float(run.spectrum[direction]):.2g}"
-        _seed_lines(panel, run.separate_time[1:], shares, direction, label)
+        style = LINES[direction // len(COLOURS)]  # colours repeat after seven directions
+        _seed_lines(panel, run.separate_time[1:], shares, direction, label, style=style)
     panel.axhline(1.0, color="0.5", linewidth=0.7, linestyle=":")
     panel.set(xscale="log", xlabel="time", ylabel=r"$G_{ii} / \gamma_i$", title="Large variance is learnt first")
     panel.legend(loc="upper left", fontsize=7)  # one column: nothing is learnt at early times

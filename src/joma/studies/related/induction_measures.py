@@ -118,8 +118,16 @@ def full_closed(arm: xr.Dataset) -> xr.DataArray:
 
 
 def half_step(arm: xr.Dataset) -> xr.DataArray:
-    """Return the first recorded step at which a full model has closed half of the gap; NaN if it never does."""
-    return first_step(full_closed(arm) >= 0.5, "full_step")
+    """Return the first recorded step at which a full model has closed half of the gap.
+
+    It is NaN if the model never does, or diverged.
+    """
+    return first_step(full_closed(arm) >= 0.5, "full_step").where(_has_ended(arm))
+
+
+def _has_ended(arm: xr.Dataset) -> xr.DataArray:
+    """Return which seeds of a full model were trained to the end; the others diverged."""
+    return arm.full_loss.isel(full_step=-1, drop=True).notnull()
 
 
 def passed_share(arm: xr.Dataset) -> float:
@@ -130,7 +138,7 @@ def passed_share(arm: xr.Dataset) -> float:
 def plateau_steps(run: xr.Dataset) -> xr.DataArray:
     """Return for how many steps the full model's loss stays within 0.02 of the unigram's, per seed.
 
-    The steps between two records count if both records are on the plateau.
+    The steps between two records count if both records are on the plateau. It is NaN if the seed diverged.
     """
     arm = full_arm(run)
     near = abs(arm.full_loss - arm.full_unigram_loss) <= PLATEAU
@@ -138,7 +146,7 @@ def plateau_steps(run: xr.Dataset) -> xr.DataArray:
     both = near.isel(full_step=slice(None, -1)) & near.shift(full_step=-1, fill_value=False).isel(
         full_step=slice(None, -1)
     )
-    return lengths.where(both, 0).sum("full_step")
+    return lengths.where(both, 0).sum("full_step").where(_has_ended(arm))
 
 
 def previous_attention(run: xr.Dataset) -> xr.DataArray:
@@ -158,12 +166,16 @@ def one_layer_closed(run: xr.Dataset) -> xr.DataArray:
 def full_delay(run: xr.Dataset) -> xr.DataArray:
     """Return ln of the step at which half of the gap is closed, chains less a world without a unigram, per seed.
 
-    A seed that does not get there in one world counts there with the last step; in both, it is left out.
+    A seed that does not get there in one world counts there with the last step; in both, it is left out. A seed that
+    diverged in one world is NaN.
     """
-    steps = [half_step(arm) for arm in (full_arm(run), full_arm(run, NO_UNIGRAM))]
+    arms = full_arm(run), full_arm(run, NO_UNIGRAM)
+    steps, ended = [half_step(arm) for arm in arms], [_has_ended(arm) for arm in arms]
     reached = steps[0].notnull() | steps[1].notnull()
     if not bool(reached.any()):
         raise NotInRun("seed that closes half of the gap")
-    last = float(run.full_step[-1])
-    chain, doubly = (step.fillna(last).clip(min=1.0)[reached.values] for step in steps)
+    counted, last = (reached | ~ended[0] | ~ended[1]).values, float(run.full_step[-1])
+    chain, doubly = (
+        step.fillna(last).clip(min=1.0).where(end)[counted] for step, end in zip(steps, ended, strict=True)
+    )
     return xr.ufuncs.log(chain / doubly)

@@ -203,11 +203,12 @@ def outcome(run: xr.Dataset) -> str:
     adam, by_start = is_stuck(of_group(run, "adam")), is_stuck(starts(run)).mean("seed")
     all_stuck = starts(run).init.values[by_start.values == 1]
     names = [name for name in VARIANTS if name in run.group.values]
+    staying_start = f"Every one by SGD stops there if initial weights are at most {max(all_stuck, default=0):g}. "
     staying = [VARIANTS[name].about for name in names if float(stuck_share(run, name).mean()) > 0.5]
     sentence = (
         f"With tied weights and p + q > 1, {int(stuck.sum())} of {stuck.size} transformers trained by SGD stop at the "
         f"unigram, and {int(adam.sum())} of {adam.size} trained by Adam. "
-        + (f"Every one by SGD stops there if initial weights are at most {all_stuck.max():g}. " * bool(all_stuck.size))
+        + staying_start * bool(all_stuck.size)
         + f"The Hessian at the start predicts {100 * float(fate_is_predicted(run).mean()):.0f} % of these ends."
     )
     return f"{sentence} Of {len(names)} variants these stay: {'; '.join(staying) or 'none'}." if names else sentence

@@ -68,10 +68,14 @@ def basin(run: xr.Dataset) -> xr.DataArray:
 
 
 def fate_is_predicted(run: xr.Dataset) -> xr.DataArray:
-    """Return the share of tied SGD arms that stay if the curvature at the start is positive, and leave if it is not."""
+    """Return the share of tied SGD arms that stay if the curvature at the start is positive, and leave if it is not.
+
+    A seed of which an arm diverged is NaN.
+    """
     arms = run.isel(arm=np.flatnonzero((run.tied == 1) & run.group.isin(["sgd", "init", "deep-sgd"])))
     stays = arms.curvature.isel(record=0) > 0
-    return (is_stuck(arms) == stays).mean("arm")
+    stuck = is_stuck(arms)
+    return (stuck == stays).where(stuck.notnull()).mean("arm", skipna=False)
 
 
 def stuck_share(run: xr.Dataset, group: str) -> xr.DataArray:
@@ -92,12 +96,16 @@ def until_departure(run: xr.Dataset) -> xr.DataArray:
 
 
 def least_curvature_before_departure(run: xr.Dataset) -> xr.DataArray:
-    """Return the least curvature up to the record at which an Adam arm has left the unigram, largest over arms."""
+    """Return the least curvature up to the record at which an Adam arm has left the unigram, largest over arms.
+
+    An arm that never leaves does not count; a seed of which an arm diverged is NaN.
+    """
     arms = of_group(run, "adam")
     left = departure(arms).notnull()
     if not bool(left.any()):
         raise NotInRun("run by Adam that leaves the unigram")
-    return until_departure(arms).min("record").where(left, -np.inf).max("arm")
+    least = until_departure(arms).min("record").where(left, -np.inf)
+    return least.where(final_loss(arms).notnull()).max("arm", skipna=False)
 
 
 def rate_error(run: xr.Dataset) -> float:

@@ -118,9 +118,12 @@ def certificate_gap(run: xr.Dataset) -> xr.DataArray:
 
 
 def descent_ratio(run: xr.Dataset, scores: str) -> xr.DataArray:
-    """Return the distance of gradient descent from the flow with half the steps over that with all, mean of starts."""
+    """Return the distance of gradient descent from the flow with half the steps over that with all, mean of starts.
+
+    It is NaN if a model of either start diverged.
+    """
     ratio = of_scores(run, "coarse_distance", scores) / of_scores(run, "descent_distance", scores)
-    return ratio.mean("start")
+    return ratio.mean("start", skipna=False)
 
 
 def log_time_range(run: xr.Dataset, index: int) -> tuple[float, float]:

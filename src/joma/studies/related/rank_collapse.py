@@ -190,8 +190,9 @@ CLAIMS = (
         "Without skip connections residuals vanish doubly exponentially with depth.",
         lambda run: order(run, "attention", 4),
         between(2.8, 3.1),
-        kind="theorem",
-        quantity="ln r₄ / ln r₃ of the root mean square residual r after layers 4 and 3; 3 if each layer cubes it",
+        kind="reading",
+        quantity="ln r₄ / ln r₃ of the root mean square residual r after layers 4 and 3; the limit is 3, if each layer "
+        "cubes it, and the bounds are ours",
     ),
     Claim(
         "bound",
