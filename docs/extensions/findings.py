@@ -16,6 +16,7 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
 import make_runs
+from joma.report.table import totals
 from joma.runs import read_claims
 from joma.studies import STUDIES, load
 from joma.verdicts import KINDS, Verdict
@@ -67,7 +68,7 @@ def _index(stored: dict[str, Path]) -> Iterator[str]:
     paths = list(stored.values())
     yield HEAD.rstrip()
     yield "\n".join(make_runs.counts(paths))
-    yield "| study | finding | claims that hold, of those tested |\n|---|---|---|\n" + "\n".join(
+    yield "| study | finding | claims by kind |\n|---|---|---|\n" + "\n".join(
         _row(name, stored.get(name)) for name in STUDIES
     )
     yield "## What is not stored, or not at its full size"
@@ -79,8 +80,7 @@ def _row(name: str, path: Path | None) -> str:
     if path is None:
         return f"| [{name}]({name}.md) | {load(name).title} | no run is stored |"
     stored = read_claims(path)
-    tested = [record["verdict"] for record in stored.claims if record["verdict"] != "not tested"]
-    return f"| [{name}]({name}.md) | {stored.description.title} | {tested.count('holds')} of {len(tested)} |"
+    return f"| [{name}]({name}.md) | {stored.description.title} | {totals(stored.claims)} |"
 
 
 def write_pages(_app: Sphinx) -> None:

@@ -151,8 +151,8 @@ def test_verdicts_are_counted_by_kind(tmp_path):
     assert "Figures and tables: 1 holds" in page.headings
     assert "Checks: 1 holds" in page.headings
     assert "what does not hold (2)" in page.source
-    assert "12.3&nbsp;s: 2 hold, 1 does not, 1 not tested</span>" in page.source
-    assert "12.3&nbsp;s: 1 holds, 1 does not; checks: 1 holds</span>" in page.source
+    assert "12.3&nbsp;s; theorem: 2 hold, 1 does not, 1 not tested</span>" in page.source
+    assert "12.3&nbsp;s; theorem: 1 does not hold; figure: 1 holds; check: 1 holds</span>" in page.source
 
 
 def test_claims_show_expected_and_measured_values_and_the_verdict(tmp_path):
@@ -200,8 +200,11 @@ def test_the_first_screen_has_the_pictures_and_the_outcome(tmp_path):
     first = page.source[: page.source.index('id="claims"')]
     assert [image["alt"] for image in page.images] == ["Attention comes back.", "A line."]
     assert '<a href="#winner-abc"><img' in first
-    assert '<a href="#winner-abc">Figure 3</a>: It wins by 3\N{NO-BREAK SPACE}%.' in first
-    assert '<a href="#ladder-abc">ladder</a>: It climbs.' in first
+    words = " ".join(re.sub("<[^>]*>", " ", first).split(" "))
+    assert '<li><a href="#winner-abc">A winner</a>' in first
+    assert "Figure 3: It wins by 3\N{NO-BREAK SPACE}%." in words
+    assert '<li><a href="#ladder-abc">A ladder</a>' in first
+    assert re.search(r"A ladder\s+It climbs\.", words)
     section = page.source[page.source.index('<section class="study" id="winner-abc"') :]
     places = [
         section.index(text)
@@ -216,7 +219,14 @@ def test_a_run_whose_small_picture_is_missing_has_none_on_the_first_screen(tmp_p
     page, _ = report(tmp_path)
     assert page.images == []
     assert '<nav class="highlights"' not in page.source
-    assert "Figure 3</a>: It wins." in page.source
+    assert "Figure 3: It wins." in page.source
+
+
+def test_a_label_that_the_title_begins_with_is_not_repeated(tmp_path):
+    store(tmp_path, highlight="A winner", outcome="It wins.")
+    page, _ = report(tmp_path)
+    assert page.source.count("It wins.") == 2  # on the first screen and in its section
+    assert "A winner: It wins." not in page.source
 
 
 def test_the_picture_and_the_claims_are_of_the_largest_preset(tmp_path):
@@ -232,7 +242,7 @@ def test_the_picture_and_the_claims_are_of_the_largest_preset(tmp_path):
     assert "Out at paper." in overview
     assert "Said at quick." not in overview
     assert "Out at quick." not in overview
-    assert '<a href="#winner-b">winner, preset quick, 2 seeds</a>: 1 holds' in overview
+    assert '<a href="#winner-b">winner, preset quick, 2 seeds</a>: theorem: 1 holds' in overview
 
 
 def test_sources_link_to_arxiv_and_are_escaped(tmp_path):

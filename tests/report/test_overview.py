@@ -90,9 +90,12 @@ def test_checks_stand_apart_and_other_runs_are_named():
     ("claims", "text"),
     [
         ([], "no claims"),
-        ([claim("check")], "checks: 1 holds"),
-        ([claim("check"), claim("figure"), claim("theorem")], "2 hold; checks: 1 holds"),
+        ([claim("check")], "check: 1 holds"),
+        (
+            [claim("check"), claim("control", "does not hold"), claim("theorem")],
+            "theorem: 1 holds; control: 1 does not hold; check: 1 holds",
+        ),
     ],
 )
-def test_the_counts_of_a_run_have_the_checks_apart(claims, text):
+def test_the_counts_of_a_run_are_by_kind(claims, text):
     assert run_counts(claims) == text

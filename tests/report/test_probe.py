@@ -81,7 +81,7 @@ def test_tables_show_faults_first_and_a_dash_for_what_is_missing():
     assert cells(entropy)[0] == ["h.0.attn", "2", "3", "1", "8", "1.5", "0.5", "0.02"]
     assert cells(entropy)[1] == ["h.1.attn", "0", "–", "–", "–", "–", "–", "0.03"]
     assert str(sinks.title) == "Attention to the first token"
-    assert cells(sinks)[0] == ["h.0.attn", "2", "0.1", "0.1", "0", "0.4"]
+    assert cells(sinks)[0] == ["h.0.attn", "2", "0.1", "0.1", "0", "0.4", "0.4"]
     assert cells(ranks)[1] == ["h.1.mlp", "11", "5", "8", "6"]
     assert cells(cosine)[0] == ["token embeddings", "0.2", "0.3", "0.2"]
 
@@ -112,7 +112,7 @@ def test_the_summary_is_valid_json_with_null_for_nan():
     assert content["entropy"][0]["recovery"] == pytest.approx(0.5)
     assert content["cosines"][0]["random directions"] is None
     assert content["measures"]["sink_mass"][1] == pytest.approx(
-        {"layer": "h.1.attn", "heads": 2, "start": 0.1, "least": 0.1, "step": 0, "end": 0.4}
+        {"layer": "h.1.attn", "heads": 2, "start": 0.1, "least": 0.1, "step": 0, "greatest": 0.4, "end": 0.4}
     )
 
 

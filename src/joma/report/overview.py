@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from joma.report.rows import by_kind
-from joma.report.table import count_text
+from joma.report.table import totals
 from joma.verdicts import Verdict, count_by_kind
 
 Section = Mapping[str, Any]  # what the template shows of one run
@@ -50,10 +50,8 @@ def overview(sections: Sequence[Section]) -> dict[str, Any]:
 
 
 def run_counts(claims: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many claims of one run have each verdict, in words; checks are counted apart."""
-    checks, others = ([c for c in claims if (c["kind"] == "check") == wanted] for wanted in (True, False))
-    parts = [count_text(_verdicts(others))] if others else []
-    return "; ".join(parts + [f"checks: {count_text(_verdicts(checks))}"] * bool(checks)) or "no claims"
+    """Return how many claims of one run have each verdict, in words, by kind."""
+    return totals(claims) or "no claims"
 
 
 def _claims(runs: Sequence[Section]) -> Iterator[tuple[Section, Mapping[str, Any]]]:

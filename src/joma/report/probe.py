@@ -98,10 +98,10 @@ def layers(data: xr.Dataset, name: str = "entropy") -> list[dict[str, Any]]:
             least, greatest = float(values.min()), float(values.max())
             record |= {"mean": float(values.mean()), "least_head": least, "greatest_head": greatest}
         else:
-            record |= (course := _course(values.mean("head")))
+            record |= _course(values.mean("head"), greatest=name != "entropy")
             if name == "entropy":
                 p_value = float(data.bounce_p_value.sel(layer=layer))
-                record |= {"recovery": course["end"] - course["least"], "p_value": p_value}
+                record |= {"recovery": record["end"] - record["least"], "p_value": p_value}
         records.append(record)
     return records
 
@@ -150,14 +150,20 @@ def cosines(data: xr.Dataset) -> list[dict[str, Any]]:
     return records
 
 
-def _course(curve: xr.DataArray) -> dict[str, Any]:
-    """Return the value of a curve at the start, at its minimum and at the end, and the step of the minimum."""
+def _course(curve: xr.DataArray, *, greatest: bool = False) -> dict[str, Any]:
+    """Return the value of a curve at the start, at its minimum and at the end, and the step of the minimum.
+
+    With `greatest` the greatest value stands before that at the end.
+    """
     measured = curve.dropna("step")
     if not measured.size:
-        return {"start": np.nan, "least": np.nan, "step": "–", "end": np.nan}
-    minimum = measured.isel(step=int(np.argmin(measured.values)))
-    start, end = float(measured[0]), float(measured[-1])
-    return {"start": start, "least": float(minimum), "step": int(minimum.step), "end": end}
+        start = least = most = end = np.nan
+        step: int | str = "–"
+    else:
+        minimum = measured.isel(step=int(np.argmin(measured.values)))
+        start, least, end = float(measured[0]), float(minimum), float(measured[-1])
+        most, step = float(measured.max()), int(minimum.step)
+    return {"start": start, "least": least, "step": step, **({"greatest": most} if greatest else {}), "end": end}
 
 
 def summary(data: xr.Dataset) -> dict[str, Any]:

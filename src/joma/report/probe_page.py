@@ -200,7 +200,8 @@ def _attention_table(name: str, data: xr.Dataset, quantity: Quantity) -> dict[st
     variable = measured_steps(data[name])
     single = variable.sizes["step"] == 1
     spread = data.get(f"{name}_sd")
-    columns = ["", "layer", "heads", quantity.axis] if single else ["", "layer", "heads", "start", "least mean", "end"]
+    course = ["start", "least mean", "greatest mean", "end"]
+    columns = ["", "layer", "heads", *([quantity.axis] if single else course)]
     columns += ["over sequences"] * (spread is not None)
     tested = name == "entropy" and not single and "bounce_p_value" in data
     columns += ["p (noise alone)"] * tested
@@ -211,7 +212,8 @@ def _attention_table(name: str, data: xr.Dataset, quantity: Quantity) -> dict[st
         row: list[Cell] = [str(index), layer, str(int(values.notnull().any("step").sum()))]
         if known.sizes["step"]:
             mean = known.mean("head")
-            row += [] if single else [_spread(known.isel(step=0)), _at_step(mean, int(np.argmin(mean.values)))]
+            extremes = [_at_step(mean, int(find(mean.values))) for find in (np.argmin, np.argmax)]
+            row += [] if single else [_spread(known.isel(step=0)), *extremes]
             row += [_spread(known.isel(step=-1))]
             row += [] if spread is None else [_mean_sd(spread.isel(layer=index).sel(step=int(known.step[-1])))]
         else:
