@@ -55,6 +55,17 @@ STYLE: Any = {
     "ytick.labelsize": 8,
 }
 
+_WRITTEN = {"relu": "ReLU", "leaky_relu": "leaky ReLU", "gelu": "GELU", "silu": "SiLU"}
+
+
+def activation_name(activation: object) -> str:
+    """Return an activation's name as it is written in a figure.
+
+    >>> activation_name("leaky_relu"), activation_name("tanh")
+    ('leaky ReLU', 'tanh')
+    """
+    return _WRITTEN.get(str(activation), str(activation).replace("_", " "))
+
 
 @contextmanager
 def style() -> Iterator[None]:

@@ -61,7 +61,7 @@ def test_the_outcome_says_the_numbers_of_the_run(phases):
     sentence = STUDY.outcome(phases)
     error, lost = phases.ratio_gain_error.mean("seed"), 1 - phases.common.sel(arm="faster").mean("label")[:, -1] / 0.5
     assert f"goes from {float(error.sel(ratio=10)):.2g} to {float(error.sel(ratio=1000)):.2g}" in sentence
-    assert sentence.endswith(f"a share of 0.5 they lose {float(lost.mean()):.2f}.")
+    assert sentence.endswith(f"and {float(lost.mean()):.2f} with a decoder 10 times as fast and a share of 0.5.")
     with pytest.raises(NotInRun):
         STUDY.outcome(phases.assign(common=phases.common.where(phases.seed != 1)))
 

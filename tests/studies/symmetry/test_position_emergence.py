@@ -177,9 +177,9 @@ def test_the_outcome_has_the_numbers_of_the_run():
     run = ideal_run()
     run.decodability[{"task": 1, "step": -1, "level": -1}] = [0.3, 0.4, 0.5]
     assert outcome(run) == (
-        "In sums and in text, a readout of the last layer finds the position in 20 % and 20 % of cases in the widest "
-        "model with random weights and in 20 % and 40 % in the trained one; embeddings give 4 % and 4 %, chance 10 % "
-        "and 4 %."
+        "In sums a readout of the last layer finds the position in 20 % of cases with the random weights of the widest "
+        "model, and in 20 % after training (embeddings: 4 %, chance: 10 %); in text in 20 % and 40 % (embeddings: 4 %, "
+        "chance: 4 %)."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -151,7 +152,8 @@ def test_one_scale_is_judged_by_what_it_explains(factors):
 def test_the_outcome_gives_both_laws(trajectory):
     final = trajectory.isel(step=-1).sel(law="softmax")
     correlation, error = float(final.correlation.sel(sum="asked").mean()), float(final.error.mean())
-    assert f"softmax attention correlates {correlation:.2f} at a relative error of {error:.2f}" in outcome(trajectory)
+    by_law = f"by {correlation:.2f} (law for softmax attention, relative error {error:.2f}) and "
+    assert f"correlates with the change of the logits {by_law}" in outcome(trajectory)
 
 
 def test_it_runs_on_text(trajectory):
@@ -194,7 +196,9 @@ def test_correlations_error_and_orthogonality_are_drawn_over_training(trajectory
 
 
 def test_each_token_is_drawn_against_its_prediction(trajectory):
-    panels = np.reshape(draw_tokens(trajectory).axes, (2, 2))
+    figure = draw_tokens(trajectory)
+    figure.draw_without_rendering()
+    panels = np.reshape(figure.axes, (2, 2))
     for row, law in zip(panels, LAWS, strict=True):
         for panel, seed in zip(row, (0, 1), strict=True):
             predicted, change = (trajectory[name].sel(law=law, seed=seed) for name in ("predicted", "moved"))
@@ -202,7 +206,10 @@ def test_each_token_is_drawn_against_its_prediction(trajectory):
             np.testing.assert_allclose(points.get_xydata(), np.stack([predicted, change], axis=-1))
             np.testing.assert_array_equal(equality.get_xdata(), equality.get_ydata())
             largest = trajectory.token.values[np.argsort(-abs(change.values))[:5]]
-            assert [text.get_text() for text in panel.texts] == [token.replace("$", r"\$") for token in largest]
+            assert panel.texts[0].get_text() == largest[0].replace("$", r"\$")
+            assert {text.get_text() for text in panel.texts} <= {token.replace("$", r"\$") for token in largest}
+            boxes = [text.get_window_extent() for text in panel.texts]
+            assert not any(box.overlaps(other) for box, other in itertools.combinations(boxes, 2))
             assert f"{law}, seed {seed}, scale" in panel.get_title(loc="left")
 
 
@@ -210,7 +217,7 @@ def test_a_dollar_sign_in_a_token_is_no_formula(trajectory):
     named = trajectory.assign_coords(token=[f"${number}$" for number in range(trajectory.sizes["token"])])
     texts = [text.get_text() for panel in draw_tokens(named).axes for text in panel.texts]
     assert all(text.startswith(r"\$") and text.endswith(r"\$") for text in texts)
-    assert len(texts) == 20
+    assert 4 <= len(texts) <= 20
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_measures_are_read_at_their_times(trajectory, law):
 
 def test_the_outcome_says_what_value_vectors_predict(trajectory, without_values):
     value = float(trajectory.value_correlation.isel(step=-1).sel(law="exp", sum="asked").mean())
-    assert f"{value:.2f} by the law for exp" in outcome(trajectory)
+    assert f"{value:.2f} (law for exp, error" in outcome(trajectory)
     assert outcome(trajectory).startswith(outcome(without_values))
     assert "value vectors" not in outcome(without_values)
 

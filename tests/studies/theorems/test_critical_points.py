@@ -8,6 +8,7 @@ import xarray as xr
 
 from drawn import legend, series, title
 from joma.arguments import InputError
+from joma.drawing import activation_name
 from joma.studies.theorems.critical_points import CLAIMS, STUDY, Config, draw_landscape, outcome, run
 from joma.study import Context
 
@@ -71,12 +72,10 @@ def test_the_landscape_is_drawn_from_the_stored_dataset_alone(trajectory, tmp_pa
         left, middle, right = draw_landscape(stored).axes
     assert [title(panel)[:3] for panel in (left, middle, right)] == ["(a)", "(b)", "(c)"]
     assert legend(left) == ["plain", "unit norm", "weight decay"]
-    assert [tick.get_text() for tick in left.get_xticklabels()] == [
-        name.replace("_", " ") for name in SMALL.activations
-    ]
+    assert [tick.get_text() for tick in left.get_xticklabels()] == [activation_name(name) for name in SMALL.activations]
     np.testing.assert_array_equal(series(left)["unit norm"][:, 1], 1)
     assert [tick.get_text() for tick in middle.get_xticklabels()] == ["grew", "died", "stalled"]
-    assert legend(right) == ["linear, closed form", "relu", "linear"]
+    assert legend(right) == ["linear, closed form", "ReLU", "linear"]
     closed = series(right)["linear, closed form"]
     np.testing.assert_array_equal(closed[:, 0], SMALL.overlaps)
     np.testing.assert_allclose(series(right)["linear"][:, 1], closed[:, 1], atol=1e-8)

@@ -8,6 +8,7 @@ import xarray as xr
 
 from drawn import legend, series, title
 from joma.arguments import InputError
+from joma.drawing import activation_name
 from joma.studies.theorems.flow_comparison import (
     FULL,
     LADDER,
@@ -131,9 +132,10 @@ def test_share_followed_is_the_least_over_activations():
 
 
 def test_each_activation_is_drawn_with_components_distance_and_entropy(trajectory):
-    panels = draw_parting(trajectory).axes
+    figure = draw_parting(trajectory)
+    panels = figure.axes
     suffixes = ("the weights part", "distance from the full flow", "entropy of attention")
-    expected = [f"{activation}: {suffix}" for activation in SMALL.driven for suffix in suffixes]
+    expected = [f"{activation_name(activation)}: {suffix}" for activation in SMALL.driven for suffix in suffixes]
     assert [title(panel)[5:] for panel in panels] == expected
     components, distances, entropy = panels[3:]  # of tanh
     assert len(legend(components)) == 3
@@ -142,7 +144,9 @@ def test_each_activation_is_drawn_with_components_distance_and_entropy(trajector
     labels = {"driven": "tanh", "setting": "overlapping"}
     averaged = distance(trajectory).sel(full="plain", ladder="averaged", **labels).mean("seed")
     np.testing.assert_allclose(series(distances)["averaged"][1:, 1], averaged[1:])
-    assert legend(entropy) == ["reduced", "reduced, weight decay", "full", "full, weight decay"]
+    (below,) = figure.legends  # there is no room for it in the panels
+    labels_below = [text.get_text() for text in below.get_texts()]
+    assert labels_below == ["reduced", "reduced, weight decay", "full", "full, weight decay"]
     full = trajectory.entropy.sel(full="decayed", **labels).mean("seed")[::8]
     np.testing.assert_allclose(series(entropy)["full, weight decay"][:, 1], full)
 

@@ -488,8 +488,8 @@ STUDY = Study(
     figures={
         "table": Drawing(
             draw_table,
-            "Table 1 with its controls. Points: mean over seeds. Bars: least to greatest seed. Grey: the range of the "
-            "published cells.",
+            "Table 1 with its controls, where they were trained. Points: mean over seeds. Bars: least to greatest "
+            "seed. Grey: the range of the published cells.",
         ),
         "training": Drawing(
             draw_training,

@@ -25,7 +25,7 @@ def draw_premises(run: xr.Dataset) -> Figure:
     theory(axes[0, 0], run.ratio, error.mean("seed")[-1] * run.ratio[-1] / run.ratio, 1, "falls as 1/ratio")
     measured(axes[0, 0], run.ratio, error.transpose("seed", "ratio"), 0, "integrated flow")
     axes[0, 0].set(xscale="log", yscale="log", ylabel="relative error at the end", ylim=(None, 3.0))
-    axes[0, 0].set(xlabel=r"ratio of rates $\eta_w / \eta_z$", title="Relative gain: its error vanishes")
+    axes[0, 0].set(xlabel=r"ratio of rates $\eta_w / \eta_z$", title="Relative gain: its error")
     axes[0, 0].legend(loc="lower left")
     for panel, name, label in (
         (axes[0, 1], "scan", "power of $t$ in the scan phase"),
@@ -35,8 +35,8 @@ def draw_premises(run: xr.Dataset) -> Figure:
         measured(panel, run.share, run[f"share_{name}"].transpose("seed", "share"), 0, "flow, decoder 1,000 × faster")
         panel.set(xscale="log", xlabel="share of common tokens", ylabel=label)
         panel.legend(loc="upper left")
-    axes[0, 1].set(title="Scan: towards the closed form")
-    axes[0, 2].set(title="Snap: towards the closed form")
+    axes[0, 1].set(title="Scan: does $t^2$ come out?")
+    axes[0, 2].set(title="Snap: is it on time?")
     letters(axes)
     return figure
 
@@ -110,6 +110,6 @@ def _draw_times(panel: Axes, run: xr.Dataset) -> None:
     for index, (arm, label) in enumerate(LABELS.items()):
         time = (slowing_time(winning_logits(run)) / run.transition).sel(arm=[arm]).transpose("seed", "arm")
         measured(panel, run.arm_ratio.sel(arm=[arm]), time, index, label)
-    panel.set(xlabel=r"ratio of rates $\eta_w / \eta_z$", xscale="log", title="When growth slows down", ylim=(0, None))
+    panel.set(xlabel=r"ratio of rates $\eta_w / \eta_z$", xscale="log", title="When growth slows down", ylim=(0, 2.2))
     panel.set_ylabel(r"time of power 1, over $2 K \ln M / \eta_w$")
-    panel.legend(loc="upper left", fontsize=7)
+    panel.legend(loc="upper left", ncols=2, fontsize=7, columnspacing=0.8)  # above the curves

@@ -433,18 +433,18 @@ def outcome(run: xr.Dataset) -> str:
     if not np.isfinite(lost).all():
         raise NotInRun("attention at the end of every arm")
     return (
-        f"From a ratio of rates of {float(run.ratio[0]):g} to {float(run.ratio[-1]):g} the error of the relative gain "
-        f"goes from {error[0]:.2g} to {error[-1]:.2g}, and from a share of common tokens of {float(run.share[0]):g} to "
-        f"{float(run.share[-1]):g} that of the power of t from {distance[0]:.2g} to {distance[-1]:.2g}. Where both "
-        f"premises are met the common tokens lose {float(lost.sel(arm=PREMISES)):.1g} of their attention; with a "
-        f"decoder 10 times as fast and a share of {float(common.sel(arm='faster')[0]):g} they lose "
-        f"{float(lost.sel(arm='faster')):.2f}."
+        f"The error of the relative gain goes from {error[0]:.2g} to {error[-1]:.2g} as the ratio of rates goes from "
+        f"{float(run.ratio[0]):g} to {float(run.ratio[-1]):g}; that of the power of t from {distance[0]:.2g} to "
+        f"{distance[-1]:.2g} as the share of common tokens goes from {float(run.share[0]):g} to "
+        f"{float(run.share[-1]):g}. Common tokens lose {float(lost.sel(arm=PREMISES)):.1g} of their attention where "
+        f"both premises are met, and {float(lost.sel(arm='faster')):.2f} with a decoder 10 times as fast and a share "
+        f"of {float(common.sel(arm='faster')[0]):g}."
     )
 
 
 STUDY = Study(
     name="scan-snap",
-    title="Scan and snap: the laws come true as their premises are met",
+    title="Scan and Snap: the nearer its premises are, the better its laws hold",
     source="Scan and Snap, Theorems 2 to 4 (arXiv 2305.16380)",
     statement=(
         "Scan and Snap (arXiv 2305.16380) solves one layer of softmax attention with a linear decoder that learns much "
@@ -457,7 +457,7 @@ STUDY = Study(
         "the premises: a decoder 1,000 times as fast as attention, and common tokens of a share of 0.01. The other "
         "three remove them on purpose: half of the tokens are common, and the decoder is 10, 1 and 0.1 times as fast. "
         "The flow of both layers, integrated for many ratios of rates and many shares, shows how the errors of the "
-        "laws vanish as the premises are approached."
+        "laws change as the premises are approached."
     ),
     version=5,
     presets={
@@ -471,9 +471,9 @@ STUDY = Study(
     figures={
         "premises": Drawing(
             draw_premises,
-            "How the laws come true as their premises are met. Points: integrated flow, bars from least to greatest "
-            "seed. Lines: (a) an error that falls as the ratio of rates grows, (b, c) the closed form for orthogonal "
-            "classes.",
+            "How well the laws hold as their premises are approached. Points: integrated flow, bars from least to "
+            "greatest seed. Lines: (a) an error that falls as the ratio of rates grows, (b, c) the closed form for "
+            "orthogonal classes.",
         ),
         "scan": Drawing(
             draw_scan,

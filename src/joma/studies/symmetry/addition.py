@@ -398,7 +398,7 @@ STUDY = Study(
             draw_accuracy,
             "Lines: mean over seeds. Bands: smallest to largest seed. Grey: the most that is possible without order. "
             "(a, b) By positional encoding. (c) No encoding, causal mask, residual connections removed in all layers. "
-            "(d) If there are such arms, removed in one layer alone: mean over the steps of training.",
+            "Where they were removed in one layer alone, a further panel has the mean over the steps of training.",
         ),
         "slices": Drawing(
             draw_slices,

@@ -141,9 +141,9 @@ def outcome(run: xr.Dataset) -> str:
     full, one_layer = (float(cells(run, group).max()) for group in ("none, full", "none, causal, 1 layer"))
     causal, encoded = (float(cells(run, group).min()) for group in ("none, causal, 2 or 4", "any encoding"))
     return (
-        f"Reordering the earlier tokens changes the prediction by at most {full:.1g} of its spread under a full mask "
-        f"and {one_layer:.1g} in one causal layer, but by at least {causal:.2g} in two or four causal layers and "
-        f"{encoded:.2g} with a positional encoding ({run.sizes['seed']} seeds)."
+        f"Without an encoding, reordering the earlier tokens changes the prediction by at most {full:.1g} of its "
+        f"spread under a full mask and {one_layer:.1g} in one causal layer, but by at least {causal:.2g} in two or "
+        f"four causal layers; with an encoding, by at least {encoded:.2g} ({run.sizes['seed']} seeds)."
     )
 
 
@@ -155,7 +155,7 @@ def draw_table(run: xr.Dataset) -> Figure:
     table = np.log10(gaps.clip(FLOOR).stack(row=ROWS, column=COLUMNS).transpose("row", "column"))
     image = axes[0, 0].imshow(table, cmap="cividis", vmin=-16, vmax=1, aspect="auto")
     for (row, column), value in np.ndenumerate(table.values):
-        text = f"{round(value, 1) + 0.0:.1f}"  # + 0.0: never "-0.0"
+        text = f"{round(value, 1) + 0.0:.1f}".replace("-", "−")  # + 0.0: never "−0.0"
         colour = "white" if value < -7 else "black"
         axes[0, 0].text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
     _label_table(axes[0, 0])

@@ -229,18 +229,22 @@ def adjacency_above_null(readouts: xr.Dataset) -> xr.DataArray:
 
 def outcome(run: xr.Dataset) -> str:
     """Return what came out: how often the position is decoded, in sums and in text."""
-    random, trained, embeddings, chance = (
-        " and ".join(f"{100 * float(values.mean()):.0f} %" for values in by_task)
-        for by_task in (
-            [untrained_readouts(run, task).decodability.isel(level=-1) for task in TASKS],
-            [trained_readouts(run, task).decodability.isel(level=-1) for task in TASKS],
-            [trained_readouts(run, task).decodability.isel(level=0) for task in TASKS],
-            [run.chance.sel(task=task) for task in TASKS],
-        )
+    sums, text = (
+        [
+            f"{100 * float(values.mean()):.0f} %"
+            for values in (
+                untrained_readouts(run, task).decodability.isel(level=-1),
+                trained_readouts(run, task).decodability.isel(level=-1),
+                trained_readouts(run, task).decodability.isel(level=0),
+                run.chance.sel(task=task),
+            )
+        ]
+        for task in TASKS
     )
     return (
-        f"In sums and in text, a readout of the last layer finds the position in {random} of cases in the widest model "
-        f"with random weights and in {trained} in the trained one; embeddings give {embeddings}, chance {chance}."
+        f"In sums a readout of the last layer finds the position in {sums[0]} of cases with the random weights of the "
+        f"widest model, and in {sums[1]} after training (embeddings: {sums[2]}, chance: {sums[3]}); in text in "
+        f"{text[0]} and {text[1]} (embeddings: {text[2]}, chance: {text[3]})."
     )
 
 

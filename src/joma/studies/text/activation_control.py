@@ -14,7 +14,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from joma.arguments import choice, distinct, whole
-from joma.drawing import band, canvas, letters, measured
+from joma.drawing import activation_name, band, canvas, letters, measured
 from joma.models.block import ACTIVATIONS
 from joma.studies.text import language_training
 from joma.studies.text.entropy_bounce import BOUNCE, MIN_BOUNCE, SIGNIFICANCE, bounces, is_complete, mark_minimum
@@ -132,27 +132,27 @@ def draw_activations(run: xr.Dataset) -> Figure:
     for index, activation in enumerate(activations):
         trajectory = run.sel(activation=activation)
         curve = trajectory.entropy.mean(("layer", "head"))
-        band(entropy, run.step + 1, curve, index, activation)
+        band(entropy, run.step + 1, curve, index, activation_name(activation))
         mark_minimum(entropy, curve, index)
-        band(loss, run.step + 1, trajectory.valid_loss, index, activation)
+        band(loss, run.step + 1, trajectory.valid_loss, index)
         if LINEAR in activations and activation != LINEAR:
             linear_loss = run.valid_loss.sel(activation=LINEAR)
-            band(gap, run.step + 1, trajectory.valid_loss - linear_loss, index, activation)
+            band(gap, run.step + 1, trajectory.valid_loss - linear_loss, index)
         measured(recovery, [index - 0.1], trajectory.recovery.expand_dims("point"), index)
         measured(recovery, [index + 0.1], trajectory.chance.expand_dims("point"), index, markerfacecolor="0.6")
     labels = ("attention entropy (nats)", "validation loss (nats)", "loss − linear's (nats)")
     for panel, label in zip((entropy, loss, gap), labels, strict=True):
         panel.set(xscale="log", xlabel="step + 1", ylabel=label)
     titles = (
-        "Entropy along training",
+        "Does entropy come back?",
         "Validation loss",
         "Loss minus that of the linear MLP",
-        "Recovery, and noise's (grey)",
+        "How far it recovers (grey: noise)",
     )
     for panel, title in zip(axes.flat, titles, strict=True):
         panel.set_title(title)
     recovery.set(ylabel="recovery of entropy (nats)", ylim=(0, None))
-    recovery.set_xticks(range(len(activations)), activations)
+    recovery.set_xticks(range(len(activations)), [activation_name(name) for name in activations])
     entropy.legend()
     letters(axes)
     return figure

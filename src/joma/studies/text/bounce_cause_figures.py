@@ -64,7 +64,12 @@ def draw_curves(run: xr.Dataset) -> Figure:
         for panel, values in zip(axes.flat, measures, strict=True):
             band(panel, run.step + 1, values, index, ARMS[arm].label)
         mark_minimum(axes[0, 0], entropy, index)
-    titles = ("Entropy of attention", "Attended distance", "Validation loss", "Training loss, without dropout")
+    titles = (
+        "Does entropy come back?",
+        "How far back attention looks",
+        "Validation loss",
+        "Training loss, without dropout",
+    )
     labels = ("entropy (nats)", "distance (tokens)", "loss (nats)", "loss (nats)")
     for panel, title, label in zip(axes.flat, titles, labels, strict=True):
         panel.set(xlabel="step + 1", ylabel=label, title=title)
@@ -125,6 +130,6 @@ def draw_best(run: xr.Dataset) -> Figure:
     panel.axhspan(lowest, highest, color="0.85", zorder=0, label="minimum of the unchanged model")
     panel.axhline(0.0, color=COLOURS[0], linewidth=1.0, label="end of the unchanged model")
     panel.set(xlabel="step of attention alone", ylabel="entropy − that at the end (nats)")
-    panel.set_title("Attention alone, the rest frozen at its end")
+    panel.set_title("Trained alone, attention ends at which entropy?")
     figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure

@@ -60,6 +60,8 @@ from joma.studies.text.law_comparison import (
 from joma.study import Claim, Context, Drawing, Preset, Study, above, at_most, between
 
 DIMS = {"z": ("query", "token"), "z_all": ("token",), "squares": ("token",), "rest": (), "excess": ("vectors",)}
+NAMED = 5  # the tokens that changed most, whose points are named
+NAME_WIDTH, NAME_HEIGHT = 0.25, 0.06  # of a token's name, as a share of the points' range
 VECTORS = {"embedding": "embeddings e", "value": "value path e W_V W_O"}
 
 
@@ -258,9 +260,12 @@ def outcome(run: xr.Dataset) -> str:
         correlation, error = (
             float(values.mean()) for values in (at_end(run, law, "correlation"), final_error(run, law))
         )
-        parts.append(f"the law for {law} attention correlates {correlation:.2f} at a relative error of {error:.2f}")
+        parts.append(f"{correlation:.2f} (law for {law} attention, relative error {error:.2f})")
     null = float(at_end(run, "softmax", "null").sel(side="high").mean())
-    sentence = f"At the end {' and '.join(parts)} (chance: a correlation of {null:.2f}; no change: an error of 1)."
+    sentence = (
+        "At the end the prediction from the MLP's weights correlates with the change of the logits by "
+        f"{' and '.join(parts)}; chance is {null:.2f}, and predicting no change has an error of 1."
+    )
     return f"{sentence} {value_law.outcome(run)}".rstrip()
 
 
@@ -282,7 +287,7 @@ def draw_training(run: xr.Dataset) -> Figure:
     for index, (name, label) in enumerate(VECTORS.items()):
         band(orthogonality, late.step, late.excess.sel(vectors=name), index, label)
     orthogonality.axhline(1.0, color="0.5", linewidth=0.8, label="random directions")
-    orthogonality.set(ylabel="mean cosine² x dimension", title="How far tokens are from orthogonal", ylim=(0, None))
+    orthogonality.set(ylabel="mean cosine² × dimension", title="How far tokens are from orthogonal", ylim=(0, None))
     for panel in axes.flat:
         # Explicit limits: the curves, from which they would be computed, are NaN where every seed diverged.
         panel.set(xlabel="step", xscale="log", xlim=(0.8, 1.2 * float(run.step[-1])))
@@ -318,15 +323,31 @@ def draw_tokens(run: xr.Dataset) -> Figure:
 
 
 def _draw_pairs(panel: Axes, predicted: xr.DataArray, change: xr.DataArray) -> None:
-    """Draw one point a token, the line of equality, and the names of the five tokens that changed most."""
+    """Draw one point a token, the line of equality, and names that do not overlap of the tokens that changed most."""
     panel.plot(predicted, change, **marker(1), alpha=0.6)
     limits = np.array([float(predicted.min()), float(predicted.max())])
     theory(panel, limits, limits, 0)
-    for index in np.argsort(-np.abs(change.values))[:5]:
+    for index in _apart(predicted.values, change.values, np.argsort(-np.abs(change.values))[:NAMED]):
         point = (float(predicted[index]), float(change[index]))
         # matplotlib would read a dollar sign in a token as the start of a formula.
         name = str(change.token.values[index]).replace("$", r"\$")
         panel.annotate(name, point, xytext=(4, 2), textcoords="offset points", fontsize=7)
+
+
+def _apart(
+    x: Float[np.ndarray, " token"], y: Float[np.ndarray, " token"], candidates: Int[np.ndarray, " candidate"]
+) -> list[int]:
+    """Return those candidates, in their order, whose names would not lie over that of an earlier one.
+
+    >>> _apart(np.array([0.0, 0.0, 1.0]), np.array([1.0, 0.99, 0.0]), np.array([0, 1, 2]))
+    [0, 2]
+    """
+    chosen: list[int] = []
+    width, height = (share * float(np.ptp(values)) for values, share in ((x, NAME_WIDTH), (y, NAME_HEIGHT)))
+    for index in candidates.tolist():
+        if all(abs(x[index] - x[other]) > width or abs(y[index] - y[other]) > height for other in chosen):
+            chosen.append(index)
+    return chosen
 
 
 STUDY = Study(
@@ -370,8 +391,8 @@ STUDY = Study(
         "training": Drawing(
             draw_training,
             "Top: correlation over tokens of the logits' change with the prediction of either law, and its controls; "
-            "grey: 95 % of the correlations with permuted tokens. A run with the value path has below it the same "
-            "laws with the squares of value vectors. Bottom left: relative error with one scale for a seed's whole "
+            "grey: 95 % of the correlations with permuted tokens. Below it, where they were measured, the same laws "
+            "with the squares of value vectors. Bottom left: relative error with one scale for a seed's whole "
             "training. Bottom right: mean square cosine between tokens. Lines: mean over seeds. Bands: range over "
             "seeds.",
         ),
@@ -379,7 +400,7 @@ STUDY = Study(
             draw_tokens,
             "One point for each token: the change of its logit, summed over queries and less the mean over tokens, "
             "against the prediction times the seed's scale, after training. The line is equality. A scale below 0 "
-            "reverses the law. The five tokens that changed most are named.",
+            "reverses the law. Of the five tokens that changed most, those are named whose names do not overlap.",
         ),
     },
 )

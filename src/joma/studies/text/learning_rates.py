@@ -260,9 +260,9 @@ def draw_rates(run: xr.Dataset) -> Figure:
             turns.legend()
     loss = final_loss(run)
     measured(losses, run.rate, loss.where(np.isfinite(loss)).transpose("rate", "seed"), 0, linestyle="-")
-    shares.set_title("Bounce, and entropy left")
+    shares.set_title("Who bounces, who collapses?")
     turns.set_title("When attention is sparsest")
-    losses.set(ylabel="validation loss at the end (nats)", title="Final loss")
+    losses.set(ylabel="validation loss at the end (nats)", title="Which rate learns best?")
     for panel in axes[0]:
         panel.set(xscale="log", xlabel="learning rate")
     letters(axes)
@@ -326,8 +326,8 @@ STUDY = Study(
     figures={
         "entropy": Drawing(
             draw_entropy,
-            "Attention entropy over the validation text, a panel a layer. Lines and bands: mean and range over seeds. "
-            "Marks: where the mean is least.",
+            "Attention entropy over the validation text, one panel for each layer. Lines and bands: mean and range "
+            "over seeds. Marks: where the mean is least.",
         ),
         "rates": Drawing(
             draw_rates,

@@ -126,6 +126,6 @@ def outcome(run: xr.Dataset) -> str:
     for law in LAWS:
         correlation, rest = (float(measure(run, law, name).mean()) for name in ("correlation", "partial"))
         error = float(final_error(as_laws(run), law).mean())
-        parts.append(f"{correlation:.2f} by the law for {law} ({rest:.2f} at like frequency, error {error:.2f})")
+        parts.append(f"{correlation:.2f} (law for {law}, error {error:.2f}, correlation at like frequency {rest:.2f})")
     null = float(measure(run, "softmax", "partial_null").sel(side="high").mean())
-    return f"Predictions from value vectors correlate {' and '.join(parts)}; chance at like frequency is {null:.2f}."
+    return f"From value vectors it is {' and '.join(parts)}; chance at like frequency is {null:.2f}."

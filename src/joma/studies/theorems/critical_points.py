@@ -10,7 +10,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from joma.arguments import InputError, choice, distinct, positive, real, whole
-from joma.drawing import canvas, letters, measured, theory
+from joma.drawing import activation_name, canvas, letters, measured, theory
 from joma.studies.theorems import flow_comparison
 from joma.study import Claim, Context, Drawing, Preset, Study, above, at_least, at_most, near
 from joma.theory.activations import ACTIVATIONS
@@ -410,7 +410,7 @@ def draw_landscape(run: xr.Dataset) -> Figure:
     for index, (flow, label) in enumerate(labels.items()):
         stable = run["count"].sel(flow=flow, kind="stable")
         measured(left, position + 0.2 * (index - 1), stable, index, label)
-    left.set_xticks(position, [str(name).replace("_", " ") for name in run.activation.values], rotation=30)
+    left.set_xticks(position, [activation_name(name) for name in run.activation.values], rotation=30)
     left.set(ylabel="stable critical points", title="Stable points need a constraint", ylim=(-0.2, None))
     left.legend()
     measured(middle, np.arange(len(FATES)), run.fate_share, 0)
@@ -421,7 +421,7 @@ def draw_landscape(run: xr.Dataset) -> Figure:
     theory(right, run.overlap, run.overlap_linear.mean("seed"), 0, "linear, closed form")
     for index, name in enumerate(run.unit.values):
         shift = 0.012 * (index - (run.sizes["unit"] - 1) / 2)
-        measured(right, run.overlap + shift, run.overlap_cosine.sel(unit=name), index, str(name))
+        measured(right, run.overlap + shift, run.overlap_cosine.sel(unit=name), index, activation_name(name))
     right.set(
         xlabel="overlap of the centres",
         ylabel="cosine with the positive centre",

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from joma.arguments import InputError, choice, distinct, positive, real, whole
-from joma.drawing import canvas, letters, measured, theory
+from joma.drawing import activation_name, canvas, letters, measured, theory
 from joma.probes.entropy import shannon_entropy
 from joma.theory import flows, growth
 from joma.theory.activations import ACTIVATIONS
@@ -286,11 +286,13 @@ def draw_parting(run: xr.Dataset) -> Figure:
     for panels, activation in zip(axes, run.driven.values, strict=True):
         driven = run.sel(driven=activation, setting="overlapping")
         _draw_components(panels[0], driven.sel(full="plain").isel(seed=0))
-        panels[0].set_title(f"{activation}: the weights part")
+        panels[0].set_title(f"{activation_name(activation)}: the weights part")
         _draw_distance(panels[1], driven)
-        panels[1].set_title(f"{activation}: distance from the full flow")
+        panels[1].set_title(f"{activation_name(activation)}: distance from the full flow")
         _draw_entropy(panels[2], driven)
-        panels[2].set_title(f"{activation}: entropy of attention")
+        panels[2].set_title(f"{activation_name(activation)}: entropy of attention")
+    options = {"title": "entropy of attention", "loc": "outside lower right", "ncols": 4}  # no panel has room for it
+    figure.legend(*axes[0, 2].get_legend_handles_labels(), **options)
     letters(axes)
     return figure
 
@@ -354,4 +356,3 @@ def _draw_entropy(panel: Axes, run: xr.Dataset) -> None:
         alive = thinned.entropy.sel(full=full).notnull().all("seed")
         measured(panel, thinned.time[alive], thinned.entropy.sel(full=full)[:, alive], index, f"full{label}")
     panel.set(xlabel="time", ylabel="attention entropy / nats")
-    panel.legend(loc="lower left")

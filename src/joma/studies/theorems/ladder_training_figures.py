@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import numpy as np
 import xarray as xr
@@ -15,6 +16,7 @@ from joma.studies.theorems.ladder_training import (
     at_own_rate,
     bounced,
     judged_trajectory,
+    optimal_entropy,
     share_regained,
     still_falling,
 )
@@ -90,9 +92,8 @@ def draw_speed(run: xr.Dataset) -> Figure:
             except NotInRun:
                 continue
             band(panel, entropy.trained_step, entropy, index, LABELS[arm])
-        if "trained_optimum_entropy" in run:
-            logits = ARMS[arms[0]].switches.get("logits", "free")
-            optimum = run.trained_optimum_entropy.sel(logits=logits)
+        with suppress(NotInRun):  # an optimum that some seed has not reached is not drawn
+            optimum = optimal_entropy(run, ARMS[arms[0]].switches.get("logits", "free"))
             low, high = np.asarray(optimum.min("seed")), np.asarray(optimum.max("seed"))
             panel.axhline(float(optimum.mean("seed")), color="0.4", linestyle=":", label="optimum")
             panel.axhspan(float(low), float(high), color="0.4", alpha=0.12, linewidth=0)

@@ -18,6 +18,7 @@ from torch import Tensor
 from joma import schedule
 from joma.arguments import scalar, whole
 from joma.data.tokens import token_classes
+from joma.drawing import activation_name
 from joma.models.block import ACTIVATIONS, ATTENTIONS, Block, BlockConfig
 from joma.probes.entropy import shannon_entropy
 from joma.study import Arms, Claim, Context, above, at_most
@@ -26,7 +27,7 @@ from joma.train import Optimiser, Record
 KINDS_OF_ATTENTION = ("softmax", "exp")
 NULL = "linear"
 VISIBLE = 0.01  # share of its fall that entropy must regain for a bounce that one can see
-UNITS = {NULL: "linear", "relu": "ReLU", "gelu": "GELU", "silu": "SiLU", "tanh": "tanh"}
+UNITS = {name: activation_name(name) for name in (NULL, "relu", "gelu", "silu", "tanh")}
 TOKENS = ("gaussian", "random")
 AXES = ("attention", "units", "tokens")
 RECORDS = 100

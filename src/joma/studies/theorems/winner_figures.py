@@ -59,7 +59,13 @@ def _draw_components(panel: Axes, run: xr.Dataset) -> None:
     """Draw the five most salient tokens of the first seed: closed form and trained."""
     first = run.isel(seed=0)
     for index, token in enumerate(abs(first.salience).argsort().values[::-1][:5]):
-        theory(panel, run.time, first.predicted.isel(token=token), index, f"Δ = {float(first.salience[token]):.2f}")
+        theory(
+            panel,
+            run.time,
+            first.predicted.isel(token=token),
+            index,
+            f"Δ = {float(first.salience[token]):.2f}".replace("-", "−"),
+        )
         thinned = first.isel(time=slice(None, None, 4), token=token)
         measured(panel, thinned.time, thinned.trained, index)
     panel.set(ylabel="weight $v$", title="The winner takes off, the others stop")
