@@ -411,6 +411,7 @@ OTHERS: dict[str, dict[str, str]] = {
         "weight_decay": "0.01",
         "clip": "1.0",
         "restart": "100",
+        "betas": "[0.9, 0.95]",
     },
     "joma.train.Record": {"at": "[0, 5]", "dims": "{}", "gradients": "False", "seeds": "[0, 1]"},
     "joma.train.Saving": {"folder": "'checkpoints'", "at": "[0, 5]", "min_seconds": "1.0"},

@@ -11,6 +11,7 @@ from joma.train import Optimiser, packed
 from joma.train.optimiser import gradient_norms
 from joma.train.packed import PackedAdam
 
+BETAS = st.sampled_from([(0.9, 0.999), (0.5, 0.95), (0.0, 0.0)])
 PLAIN = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 SHAPES = {"a": (3, 4, 2), "b": (3, 5), "c": (3,)}
 STEPS = 7
@@ -38,7 +39,8 @@ def expected(optimiser, seed, one, rates, hold):
     for step, gradients in enumerate(slopes(seed)):
         if step % (optimiser.restart or STEPS) == 0:
             groups = [{"params": [p], "lr": 0.0} for p in own.values()]
-            plain = PLAIN[optimiser.name](groups, weight_decay=optimiser.weight_decay)
+            moments = {} if optimiser.name == "sgd" else {"betas": optimiser.betas}
+            plain = PLAIN[optimiser.name](groups, weight_decay=optimiser.weight_decay, **moments)
         for (name, p), group in zip(own.items(), plain.param_groups, strict=True):
             p.grad = gradients[name][one].clone()
             group["lr"] = rates[one] * (1 - step / 10) * (name != "b" or step < hold)
@@ -56,6 +58,7 @@ def expected(optimiser, seed, one, rates, hold):
     weight_decay=st.sampled_from([0.0, 0.1]),
     clip=st.one_of(st.none(), st.floats(1e-3, 10.0)),
     restart=st.sampled_from([None, 3]),
+    betas=BETAS,
     hold=st.integers(0, STEPS),
 )
 def test_every_seed_is_updated_as_torch_would_update_it_alone(name, seed, rates, **options):
@@ -86,6 +89,7 @@ def test_every_seed_is_updated_as_torch_would_update_it_alone(name, seed, rates,
     decay=st.sampled_from([0.0, 0.1]),
     clip=st.one_of(st.none(), st.floats(1e-3, 10.0)),
     restart=st.sampled_from([None, 3]),
+    betas=BETAS,
     large=st.sampled_from([1, 14, 10**6]),
     lost=st.one_of(st.none(), st.integers(0, 3)),
 )
@@ -200,6 +204,10 @@ def test_norms_are_over_all_tensors_of_a_seed():
     [
         ({"clip": -1.0}, "clip"),
         ({"restart": 0}, "restart"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (-0.1, 0.9)}, "betas"),
+        ({"betas": (0.9, float("nan"))}, "betas"),
+        ({"betas": (0.9,)}, "betas"),
         ({"rate": (0.1, -0.1)}, "rate"),
         ({"rate": float("nan")}, "rate"),
         ({"rates": {"a": -1.0}}, "rates"),

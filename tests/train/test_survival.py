@@ -144,7 +144,7 @@ CHANGES = {
     "steps": {"steps": 40},
     "record.at": {"record": {"at": (0, 2)}},
     "model": {"values": ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0))},
-    "optimiser": {"optimiser": Optimiser("adam", 0.2)},
+    "optimiser": {"optimiser": Optimiser("adam", 0.1, betas=(0.9, 0.95))},
     "seeds": {"record": {"seeds": (7, 8)}},
 }
 

@@ -18,7 +18,7 @@ OPTIMISERS: dict[str, str] = {
     "adam": "p − η m̂/(√v̂ + ε) with the moments of g + λp",
     "adamw": "p − ηλp − η m̂/(√v̂ + ε) with the moments of g",
 }
-BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8  # of Adam
+EPSILON = 1e-8  # of Adam
 Schedule = Callable[[Tensor], Tensor]
 
 
@@ -38,6 +38,7 @@ class Optimiser:
         schedules: factors of the learning rate by a pattern of parameter names (as for file names; the first that
             matches counts). Each maps the step, a tensor without axes, to a number or one for each seed. A parameter
             whose factor is 0 is frozen.
+        betas: decay rates of Adam's mean of the gradient and of its square, at least 0 and below 1.
     """
 
     name: str = "sgd"
@@ -47,6 +48,7 @@ class Optimiser:
     clip: float | None = None
     restart: int | None = None
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
+    betas: Sequence[float] = (0.9, 0.999)
 
     def __post_init__(self) -> None:
         choice("optimiser", self.name, OPTIMISERS)
@@ -59,6 +61,9 @@ class Optimiser:
             scalar("clip", self.clip, low=0.0)
         if self.restart is not None:
             whole("restart", self.restart)
+        betas = real("betas", self.betas, ndim=1, low=0.0)
+        if len(betas) != 2 or not (betas < 1).all():
+            raise InputError("betas", "two numbers of at least 0 and below 1", self.betas, "such as (0.9, 0.999)")
 
     def build(self, model: nn.Module) -> Updater:
         """Return the updater of `model`'s trainable parameters, with zero moments."""
@@ -211,13 +216,14 @@ class Updater:
             torch._foreach_mul_(gradients, clipping)  # pyright: ignore[reportPrivateImportUsage]
             clipping = None
         divisor = None if clipping is None else clipping.reciprocal().float()
+        beta_1, beta_2 = self.optimiser.betas
         fused: Callable[..., None] = getattr(torch, f"_fused_{self.optimiser.name}_")
         fused(
             *(parameters, gradients, means, squares, []),
             [t.float()] * len(parameters),
             lr=float(rate),
-            beta1=BETA_1,
-            beta2=BETA_2,
+            beta1=float(beta_1),
+            beta2=float(beta_2),
             weight_decay=self.optimiser.weight_decay,
             eps=EPSILON,
             amsgrad=False,

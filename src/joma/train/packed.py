@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from joma.arguments import InputError
-from joma.train.optimiser import BETA_1, BETA_2, EPSILON, Group, Optimiser, Updater, clipping_factors, seed_rows
+from joma.train.optimiser import EPSILON, Group, Optimiser, Updater, clipping_factors, seed_rows
 
 LARGE = 1 << 20  # a parameter with at least so many elements is updated in its own pass
 
@@ -90,8 +90,13 @@ class PackedAdam(Updater):
         self, group: Group, factor: Tensor | None, clipping: Tensor | None, t: Tensor
     ) -> dict[str, Tensor]:
         rate = group.rate * self.open_gate if factor is None else group.rate * factor * self.open_gate
-        options = {"decay": self.optimiser.weight_decay, "decoupled": self.optimiser.name == "adamw"}
-        return torch.compile(_adam_coefficients)(rate, clipping, t, self.parameters[group.names[0]].dtype, **options)
+        compiled = torch.compile(_adam_coefficients)
+        return compiled(
+            *(rate, clipping, t, self.parameters[group.names[0]].dtype),
+            betas=self.optimiser.betas,
+            decay=self.optimiser.weight_decay,
+            decoupled=self.optimiser.name == "adamw",
+        )
 
     def _update_pack(self, pack: _Pack, coefficients: dict[str, Tensor]) -> None:
         for name, gradient in zip(pack.large, self._gradients(pack.large), strict=True):
@@ -137,12 +142,24 @@ def _seed_numbers(parameter: Tensor) -> Tensor:
 
 
 def _adam_coefficients(
-    rate: Tensor, clipping: Tensor | None, t: Tensor, dtype: torch.dtype, *, decay: float, decoupled: bool
+    rate: Tensor,
+    clipping: Tensor | None,
+    t: Tensor,
+    dtype: torch.dtype,
+    *,
+    betas: Sequence[float],
+    decay: float,
+    decoupled: bool,
 ) -> dict[str, Tensor]:
-    """Return the coefficients of `_update` that depend on learning rate, clipping and time, each [seed, 1] or []."""
-    correction_1, correction_2 = (1 - beta ** t.double() for beta in (BETA_1, BETA_2))
+    """Return the coefficients of `_update` that depend on optimiser, clipping and time, each [seed, 1] or []."""
+    correction_1, correction_2 = (1 - beta ** t.double() for beta in betas)
     unity = torch.ones_like(correction_1)
+    beta_1, beta_2 = (beta * unity for beta in betas)
     values = {
+        "beta_1": beta_1,
+        "gain_1": 1 - beta_1,
+        "beta_2": beta_2,
+        "gain_2": 1 - beta_2,
         "rate": rate / correction_1,
         "root": correction_2.sqrt(),
         "clipping": unity if clipping is None else clipping,
@@ -159,6 +176,10 @@ def _update(
     m: Tensor,
     v: Tensor,
     *,
+    beta_1: Tensor,
+    gain_1: Tensor,
+    beta_2: Tensor,
+    gain_2: Tensor,
     rate: Tensor,
     root: Tensor,
     clipping: Tensor,
@@ -175,6 +196,7 @@ def _update(
 
     Args:
         p, g, m, v: parameter, gradient and the two moments.
+        beta_1, gain_1, beta_2, gain_2: β₁, 1 − β₁, β₂, 1 − β₂.
         rate: η/(1−β₁ᵗ). root: r = √(1−β₂ᵗ). clipping: s. decay: λ, or 0 where it is decoupled.
         shrink: κ = 1 − ηλ where decay is decoupled, else 1. continues: 0 where the moments restart from zero, else 1.
         diverged: where nothing changes, whatever the gradient is.
@@ -186,8 +208,8 @@ def _update(
             value[owner, 0] if value.ndim else value for value in (rate, clipping, shrink, diverged)
         )
     gradient = clipping * g.to(p.dtype) + decay * p
-    mean = BETA_1 * continues * m + (1 - BETA_1) * gradient
-    square = BETA_2 * continues * v + (1 - BETA_2) * gradient * gradient
+    mean = beta_1 * continues * m + gain_1 * gradient
+    square = beta_2 * continues * v + gain_2 * gradient * gradient
     p.copy_(torch.where(diverged, p, shrink * p - rate * mean / (square.sqrt() / root + EPSILON)))
     m.copy_(torch.where(diverged, m, mean))
     v.copy_(torch.where(diverged, v, square))

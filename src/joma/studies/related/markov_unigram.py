@@ -182,6 +182,11 @@ VARIANT_CLAIMS = (
         "authors-simple", "The authors' settings without LayerNorm end at the unigram.", stuck=True, kind="reading"
     ),
     _variant_claim(
+        "authors-usual-betas",
+        "The authors' settings without LayerNorm, but Adam's usual second decay rate, do not end at the unigram.",
+        stuck=False,
+    ),
+    _variant_claim(
         "authors-short", "The authors' settings without LayerNorm are still at the unigram after 400 steps.", stuck=True
     ),
     _variant_claim(
@@ -231,7 +236,7 @@ STUDY = Study(
         "Variants ask what else may hold a model there: weight decay, schedule, length, width, LayerNorm, depth, and "
         "the settings of the authors' public code."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(Config(), seeds=8, seconds=20),
         # Meant for a GPU; the seconds are from the steps of every arm on one core. At length 1,024 the Hessian of the

@@ -37,6 +37,7 @@ SYMBOLS = 0  # the site of the noise
 HESSIAN_POSITIONS = 8  # of which the Hessian at the unigram takes its mean
 AXES_SAMPLES = 8  # sequences whose attention is measured for the common axes
 AUTHORS_RATE, AUTHORS_DECAY, AUTHORS_INIT = 2e-3, 1e-3, 0.02  # of AdamW in the authors' public code
+USUAL_BETAS, AUTHORS_BETAS = (0.9, 0.999), (0.9, 0.95)  # PyTorch's defaults, and those of their code
 AUTHORS_STEPS, AUTHORS_SIMPLE_STEPS = 400, 1000  # the defaults of their models with and without LayerNorm
 WARM_UP, FIRST_FACTOR, LAST_FACTOR = 0.02, 0.01, 0.2  # of their schedule: 1/100 of the rate at first, 1/5 at last
 
@@ -51,6 +52,7 @@ class Setting:
     steps: int
     decay: float = 0.0
     cosine: bool = False
+    betas: tuple[float, float] = USUAL_BETAS
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,13 @@ class Variant:
     widened: bool = False
 
 
-AUTHORS = {"optimiser": "adamw", "rate": AUTHORS_RATE, "decay": AUTHORS_DECAY, "cosine": True}
+AUTHORS = {
+    "optimiser": "adamw",
+    "rate": AUTHORS_RATE,
+    "decay": AUTHORS_DECAY,
+    "betas": AUTHORS_BETAS,
+    "cosine": True,
+}
 VARIANTS: dict[str, Variant] = {
     "decay": Variant("weight decay 0.1", setting={"optimiser": "adamw", "decay": 0.1}),
     "strong-decay": Variant("weight decay 1", setting={"optimiser": "adamw", "decay": 1.0}),
@@ -104,6 +112,11 @@ VARIANTS: dict[str, Variant] = {
     ),
     "authors-simple": Variant(
         "the authors' settings, no LayerNorm", setting={**AUTHORS, "steps": AUTHORS_SIMPLE_STEPS}, lengthened=True
+    ),
+    "authors-usual-betas": Variant(
+        "the authors' settings, no LayerNorm, second decay rate 0.999",
+        setting={**AUTHORS, "betas": USUAL_BETAS, "steps": AUTHORS_SIMPLE_STEPS},
+        lengthened=True,
     ),
     "authors-short": Variant(
         "the authors' settings, no LayerNorm, 400 steps",
@@ -256,6 +269,7 @@ def _train_group(config: TrainingConfig, context: Context, setting: Setting, gro
             setting.optimiser,
             setting.rate,
             weight_decay=setting.decay,
+            betas=setting.betas,
             schedules={"*": cosine_schedule(setting.steps)} if setting.cosine else {},
         ),
         steps=setting.steps,
