@@ -99,7 +99,7 @@ def section(path: Path, pictures: str = PICTURES.name) -> Iterator[str]:
     seeds, commit = len(read_config(path)["seeds"]), run.attrs["git_commit"][:12]
     yield f"## {study.name}: {stored.description.title}"
     yield f"    {command(path)}"
-    yield paragraph(cited(study.description("paper", "")))
+    yield paragraph(cited(study.description(read_config(path)["preset"], "")))
     yield paragraph(f"**What came out.** {stored.description.outcome}")
     caption = next(iter(study.figures.values())).caption
     yield f"![{alt_text(study)}]({pictures}/{study.name}.png)"

@@ -69,11 +69,12 @@ def numbers(claim):
 @EACH_RUN
 def test_a_stored_run_has_the_verdicts_of_the_present_claims(path):
     study, stored, run = load(path.parent.name), read_claims(path), open_run(path)
-    records = [claim.judge(run, read_config(path)["preset"]) for claim in study.claims]
+    preset = read_config(path)["preset"]
+    records = [claim.judge(run, preset) for claim in study.claims]
     assert [without_numbers(claim) for claim in stored.claims] == [without_numbers(claim) for claim in records]
     for claim, record in zip(stored.claims, records, strict=True):
         assert numbers(claim) == pytest.approx(numbers(record), rel=1e-9, abs=1e-12, nan_ok=True), claim["name"]
-    assert stored.description == study.description("paper", study.outcome(run) if study.outcome else "")
+    assert stored.description == study.description(preset, study.outcome(run) if study.outcome else "")
 
 
 @EACH_RUN
