@@ -11,12 +11,13 @@ from joma.data.text import corpus
 from joma.studies.text.entropy_text import AUTHORS_LAYOUT, CLAIMS, STUDY, Config, mean_distance, outcome, run
 from joma.studies.text.published_curves import PUBLISHED_LOSS, PUBLISHED_LOSS_103, WIKITEXT2, published
 from joma.study import Context
+from joma.verdicts import KINDS
 
 SMALL = Config(width=8, hidden=8, length=8, batch=4, columns=3, steps=6, every=2, rate=1e-2, glance=60, depths=(1, 2))
 
 
-KINDS = ("curve", "window", "mean-curve", "mean-window")
-CURVES = {f"{kind}-{depth}" for kind in KINDS for depth in PUBLISHED_LOSS}
+MEASURES = ("curve", "window", "mean-curve", "mean-window")
+CURVES = {f"{measure}-{depth}" for measure in MEASURES for depth in PUBLISHED_LOSS}
 WINDOWS = {name for name in CURVES if "window" in name}
 WINDOW_SIZES = {"window-fall", "window-recovery"}
 TEXT_SIZES = {"fall", "recovery"}
@@ -150,6 +151,7 @@ def test_another_text_is_not_compared_with_the_published_numbers(theirs, other):
 
 def test_the_outcome_gives_our_numbers_beside_the_authors(theirs):
     sentence = outcome(theirs)
+    assert sentence.startswith("With 1 layer, in the authors' window, entropy falls by 0.97 nats")
     assert "falls by 0.97 nats and recovers by 0.67 (authors: 0.97 and 0.67)" in sentence
     losses = "5.356, 5.255, 5.167 and 5.109"
     assert f"is {losses} nats with 1, 2, 5 and 10 layers (published: {losses})" in sentence
@@ -193,10 +195,11 @@ def test_the_preset_of_wikitext_103_runs_on_a_folder_and_judges_its_own_claims_a
     assert {name for name, verdict in judged.items() if verdict == "holds"} == ON_103 | {"bounce", "deeper"}
 
 
-def test_what_is_compared_with_a_publication_is_a_figure_and_a_measure_found_later_a_check():
-    kinds = {kind: {claim.name for claim in CLAIMS if claim.kind == kind} for kind in ("figure", "reading", "check")}
+def test_what_was_published_is_a_figure_what_was_not_a_control_and_a_measure_found_later_a_check():
+    kinds = {kind: {claim.name for claim in CLAIMS if claim.kind == kind} for kind in KINDS}
     assert kinds["reading"] == {"bounce", "deeper"}
     assert kinds["check"] == {name for name in CURVES if name.startswith("mean")}
+    assert kinds["control"] == {"fall", "recovery", *(f"curve-{depth}" for depth in PUBLISHED_LOSS)}
     assert set().union(*kinds.values()) == {claim.name for claim in CLAIMS}
     assert STUDY.highlight is not None
 

@@ -9,6 +9,7 @@ the path to it: of a text that is memorised, and of attention that is trained al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,22 +23,24 @@ from joma.studies.text.bounce_cause_measures import (
     MAX_EXCESS,
     TRAIN,
     approach,
+    check_settled,
     excess_loss,
     half_margin,
+    has_even_probes,
     less_than_half,
     memorised_return,
     p_value,
+    recovery,
     recovery_difference,
     relative_return,
     settled_return,
-    share,
     start_difference,
 )
 from joma.studies.text.bounce_cause_training import STARTS, CauseSetting, memorised_text, memorising_floor
 from joma.studies.text.bounce_control import minimum_steps
 from joma.studies.text.entropy_bounce import MIN_BOUNCE, P_VALUE, SIGNIFICANCE, bounces
 from joma.studies.text.language_training import QUICK_RATE
-from joma.study import Claim, Context, Drawing, Expected, Preset, Study, above, at_most, below, select
+from joma.study import Claim, Context, Drawing, Expected, NotInRun, Preset, Study, above, at_most, below
 
 PAPER_ARMS = (
     "linear", "mlp", "no-norm", "one-adam", "sgd", "dropout-embedding", "dropout-published",
@@ -93,8 +96,8 @@ def _claim(
     return Claim(name, statement, measure, expected, **{"kind": "control", "across": "interval", **options})
 
 
-RETURNS = (  # arms of which we claim that attention comes back
-    "mlp", "mlp-embedding", "one-adam", "no-norm", "sgd", "dropout-embedding", "dropout-published", "depth-2",
+RETURNS = (  # arms of which we claim that attention comes back; "linear" was added after the run was seen
+    "linear", "mlp", "mlp-embedding", "one-adam", "no-norm", "sgd", "dropout-embedding", "dropout-published", "depth-2",
     "depth-5",
 )  # fmt: skip
 NO_RETURN = ("value-path", "value-path-embedding", "linear-value-path", "value-path-later")
@@ -265,18 +268,28 @@ CLAIMS = (
 
 
 def outcome(run: xr.Dataset) -> str:
-    """Return what came out: how far entropy recovers in the unchanged model, and the shares of some arms."""
-    recovery, chance = (float(select(run[name], arm=UNCHANGED).mean()) for name in ("recovery", "chance"))
-    first = (
-        f"After its minimum entropy recovers by {recovery:.2f} nats with nothing changed (noise alone: {chance:.2f})"
-    )
-    named = ("linear", "mlp", "value-path", "no-positions", "dropout-none", "memorised")
-    parts = [
-        f"{float(run.recovery.sel(arm=arm).mean()):.2f} ({100 * share(run, arm):.0f} %) with {ARMS[arm].label}"
-        for arm in named
-        if arm in run.arm
-    ]
-    return f"{first}{'; by ' if parts else ''}{', '.join(parts)}; means over seeds."
+    """Return what came out: how far entropy recovers in the unchanged model and in some arms, if it has settled.
+
+    The minimum is that since probes are evenly spaced, if they ever are, as in the claims about late recovery.
+    """
+    late = has_even_probes(run)
+    parts = [f"{_spread(recovery(run, UNCHANGED, late=late))} nats with nothing changed"]
+    for arm in ("linear", "mlp", "value-path", "no-positions", "dropout-none"):
+        with suppress(NotInRun):
+            check_settled(run, arm, late=late)
+            parts.append(f"{_spread(recovery(run, arm, late=late))} with {ARMS[arm].label}")
+    listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    first = "From its minimum after the first few hundred steps" if late else "After its minimum"
+    sentence = f"{first} entropy recovers by {listed}."
+    if "memorised" in run.arm:
+        size = _spread(recovery(run, "memorised", TRAIN, late=late))
+        sentence += f" In a model that memorises a small text it recovers by {size} on that text."
+    return f"{sentence} Means over seeds, their range in brackets."
+
+
+def _spread(values: xr.DataArray) -> str:
+    digits = 2 if float(values.mean()) > 0.05 else 3
+    return "{0:.{3}f} ({1:.{3}f} to {2:.{3}f})".format(*map(float, (values.mean(), values.min(), values.max())), digits)
 
 
 STUDY = Study(

@@ -37,6 +37,15 @@ def recovery(run: xr.Dataset, arm: str, text: str = "", *, late: bool = False) -
     return late_curve.isel(step=-1, drop=True) - late_curve.min("step", skipna=False)
 
 
+def has_even_probes(run: xr.Dataset) -> bool:
+    """Return whether the run has evenly spaced probes, among which a late minimum is searched."""
+    try:
+        _first_even_probe(run.step.values)
+    except NotInRun:
+        return False
+    return True
+
+
 def _first_even_probe(steps: np.ndarray) -> int:
     """Return the number of the probe from which they are evenly spaced, but for the last, which is at the end."""
     spacing = np.diff(steps)[:-1]
@@ -71,11 +80,11 @@ def relative_return(run: xr.Dataset, arm: str, text: str = "", *, late: bool = F
 
 def settled_return(run: xr.Dataset, arm: str) -> xr.DataArray:
     """Return `relative_return`; `NotInRun` if entropy is still falling, so that it may yet come back."""
-    _check_settled(run, arm, late=False)
+    check_settled(run, arm, late=False)
     return relative_return(run, arm)
 
 
-def _check_settled(run: xr.Dataset, arm: str, *, late: bool) -> None:
+def check_settled(run: xr.Dataset, arm: str, *, late: bool) -> None:
     """Raise `NotInRun` if an arm's entropy never fell in some seed or, mean over seeds, is still falling.
 
     It is if it has not come back by `MIN_BOUNCE`, and lies in the last tenth of the steps so far below the tenth before
@@ -88,7 +97,7 @@ def _check_settled(run: xr.Dataset, arm: str, *, late: bool) -> None:
     last = curve.where(share > 1 - TENTH).mean("step")
     before = curve.where((share > 1 - 2 * TENTH) & (share <= 1 - TENTH)).mean("step")
     if bool(before - last > TENTH * MIN_BOUNCE * curve[0]):
-        raise NotInRun(f"arm {arm} whose entropy stopped falling")
+        raise NotInRun(f"final entropy of arm {arm}: it is still falling at the end")
 
 
 def memorised_return(run: xr.Dataset, *, late: bool = False) -> xr.DataArray:
@@ -121,13 +130,8 @@ def less_than_half(run: xr.Dataset, arm: str, *, late: bool = False) -> xr.DataA
     not yet.
     """
     margin = half_margin(run, arm, late=late)
-    _check_settled(run, arm, late=late)
+    check_settled(run, arm, late=late)
     return margin
-
-
-def share(run: xr.Dataset, arm: str) -> float:
-    """Return the recovery of an arm over that of the unchanged model, means over seeds."""
-    return float(select(run.recovery, arm=arm).mean() / select(run.recovery, arm=UNCHANGED).mean())
 
 
 def excess_loss(run: xr.Dataset, arm: str = "memorised") -> xr.DataArray:

@@ -22,7 +22,7 @@ def draw_paper(run: xr.Dataset) -> Figure:
     compared = on_wikitext(run)
     authors = published().reindex(depth=depths, layer=range(max(depths))) if compared else None
     figure, axes = canvas(3 if compared else 2, len(depths), width=2.9, height=2.2, sharex=True, sharey="row")
-    ours = run.window_entropy if compared and "window_entropy" in run else run.entropy
+    ours = _comparable_entropy(run)
     for panels, depth in zip(axes.T, depths, strict=True):
         layers = "1 layer" if depth == 1 else f"{depth} layers"
         if authors is not None:
@@ -42,6 +42,11 @@ def draw_paper(run: xr.Dataset) -> Figure:
     _label_rows(axes, run, compared)
     letters(axes)
     return figure
+
+
+def _comparable_entropy(run: xr.Dataset) -> xr.DataArray:
+    """Return the entropy in the authors' window on WikiText-2, and otherwise that over the validation text."""
+    return run.window_entropy if on_wikitext(run) and "window_entropy" in run else run.entropy
 
 
 def _label_rows(axes: np.ndarray, run: xr.Dataset, compared: bool) -> None:
@@ -128,7 +133,8 @@ def draw_highlight(run: xr.Dataset) -> Figure:
     depth = int(run.depth.min())
     figure, axes = canvas(width=3.2, height=2.3)
     panel = axes[0, 0]
-    band(panel, run.step / THOUSAND, run.entropy.sel(depth=depth).isel(layer=0).mean("head"), 0, "ours")
+    entropy = _comparable_entropy(run).sel(depth=depth).isel(layer=0).mean("head")
+    band(panel, run.step / THOUSAND, entropy, 0, "ours")
     if on_wikitext(run) and depth in published().depth:
         curve = published().entropy.sel(depth=depth).isel(layer=0).mean("seed")
         panel.plot(curve.step / THOUSAND, curve, ".", color=COLOURS[2], markersize=4, label="published")
