@@ -9,7 +9,8 @@ import pytest
 from config_fields import Fields
 from joma.studies.related import panorama
 from joma.studies.related.panorama import STUDY, Config, outcome, run
-from joma.studies.related.panorama_measures import curves
+from joma.studies.related.panorama_measures import contested, curves
+from joma.studies.related.panorama_sources import SOURCES
 from joma.study import Context
 
 SMALL = Config(
@@ -38,6 +39,9 @@ def test_every_claim_is_judged_and_the_outcome_counts(trajectory):
     records = [claim.judge(trajectory, "quick") for claim in STUDY.claims]
     assert {record["kind"] for record in records} == {"control"}
     assert f"of {len(curves(trajectory))} models." in outcome(trajectory)
+    contest = contested(trajectory)
+    assert not any(SOURCES[name].from_ladder for name in contest)
+    assert f"There are {len(contest)} models, outside the study that suggested it," in outcome(trajectory)
 
 
 def test_the_figures_are_drawn_from_the_run_alone(trajectory):

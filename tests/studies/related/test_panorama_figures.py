@@ -42,7 +42,7 @@ def test_every_source_has_a_line_in_the_column_of_its_minimum(run):
         texts = [text.get_text() for text in panels[-1, column].get_legend().get_texts()]
         assert texts == [SOURCES[name].title]
     assert panels[1, 2].get_title() == "not recorded"
-    assert panels[1, 0].get_title() == "most attended key: 0.3 to 0.3"
+    assert panels[1, 0].get_title() == "weight on one key: 0.30 to 0.30"
     assert panels[2, 0].get_title() == "stable rank: times 0.3"
 
 

@@ -149,4 +149,4 @@ def test_claims_without_their_sources_are_not_tested():
 
 def test_worlds_of_the_ladder_do_not_count_in_the_contest():
     with pytest.raises(NotInRun):
-        measures.rule_lead(trained(overlap=curve(BACK)))
+        measures.minimum_lead(trained(overlap=curve(BACK)))

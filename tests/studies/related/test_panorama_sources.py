@@ -30,7 +30,7 @@ def test_families_have_several_members_whose_minimum_is_of_one_kind():
     [("overlap", True, False), ("block-gelu", False, True), ("wikitext-linear", None, False), ("winner", False, False)],
 )
 def test_what_each_premise_predicts(name, by_rule, by_units):
-    assert SOURCES[name].rule_predicts is by_rule
+    assert SOURCES[name].minimum_predicts is by_rule
     assert SOURCES[name].units_predict is by_units
 
 

@@ -128,7 +128,7 @@ FLOW_CLAIMS = (
         "With merged keys and queries gradient flow ends at one step of preconditioned gradient descent.",
         lambda run: run.merged_excess.max("merged_heads"),
         at_most(1e-4),
-        kind="theorem",
+        kind="control",
         quantity="final loss less the closed form of the least loss, larger of the numbers of heads",
     ),
     Claim(
@@ -144,7 +144,7 @@ FLOW_CLAIMS = (
         "A merged start that is smaller by a factor of e falls 1/‖Λ²‖ later.",
         drop_slope,
         near(1.0, 0.01),
-        kind="theorem",
+        kind="control",
         quantity="change of the half time per change of ln(1/s), times ‖Λ²‖, between the two smallest starts along Λ²",
     ),
     Claim(
@@ -187,7 +187,7 @@ FLOW_CLAIMS = (
         "A head of rank R ends at the plateau of R learnt directions.",
         lambda run: abs(low_rank_excess(run)),
         at_most(1e-8),
-        kind="theorem",
+        kind="control",
         quantity="final loss less that plateau, in size",
     ),
     Claim(

@@ -101,7 +101,7 @@ REDUCED_CLAIMS = (
         "Near the unigram the reduced model's embedding moves at the rate 2C if tied, and |C| if not.",
         rate_error,
         at_most(0.02),
-        kind="theorem",
+        kind="control",
         quantity="largest relative error of the integrated flow's rate over a time constant, over chains",
     ),
     Claim(
@@ -109,7 +109,7 @@ REDUCED_CLAIMS = (
         "The reduced model ends at H(π) if weights are tied and p + q > 1, and else at the entropy rate.",
         reduced_error,
         at_most(1e-5),
-        kind="theorem",
+        kind="control",
         quantity="largest distance of the loss from that value, over chains, from random starts",
     ),
 )

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 import xarray as xr
 
 from joma.studies.related import panorama_figures, panorama_measures, panorama_stored, panorama_training
-from joma.studies.related.panorama_measures import comes_back, curves, judged, share_falling_first, share_right
-from joma.studies.related.panorama_sources import SOURCES
+from joma.studies.related.panorama_measures import (
+    comes_back,
+    contested,
+    curves,
+    judged,
+    share_falling_first,
+    share_right,
+)
 from joma.studies.related.panorama_training import TrainedConfig
 from joma.study import Context, Drawing, Preset, Study
 
@@ -32,14 +38,18 @@ def outcome(run: xr.Dataset) -> str:
     """Return what came out: how many models fall first, come back, and are predicted by each premise."""
     present, counted = curves(run), judged(run)
     back = sum(comes_back(curve) for curve in counted.values())
-    decided = {name: curve for name, curve in counted.items() if SOURCES[name].rule_predicts is not None}
-    by_rule = round(len(decided) * share_right(decided, lambda source: source.rule_predicts)) if decided else 0
-    by_units = round(len(decided) * share_right(decided, lambda source: source.units_predict)) if decided else 0
-    falling = round(len(present) * share_falling_first(run))
+    contest = contested(run)
+    sentence = (
+        f"Attention first turns sparser in {round(len(present) * share_falling_first(run))} of {len(present)} models. "
+        f"Of {len(counted)} that are judged it comes back in {back}."
+    )
+    if not contest:
+        return sentence
+    by_minimum = round(len(contest) * share_right(contest, lambda source: source.minimum_predicts))
+    by_units = round(len(contest) * share_right(contest, lambda source: source.units_predict))
     return (
-        f"Attention first turns sparser in {falling} of {len(present)} models. Of {len(counted)} that are judged it "
-        f"comes back in {back}. Where the minimum of the loss is known in advance, it predicts this in {by_rule} of "
-        f"{len(decided)} models, and the activation in {by_units}."
+        f"{sentence} There are {len(contest)} models, outside the study that suggested it, of which the minimum of the "
+        f"loss predicts whether it does: rightly in {by_minimum}, and the activation in {by_units}."
     )
 
 
@@ -58,7 +68,7 @@ STUDY = Study(
         "Snap, text and addition are trained here; the others are read from stored runs. For each model it was "
         "declared before any curve was looked at whether its loss has no minimum, a least value with dense attention, "
         "or neither is known, and whether its units are linear: two premises that predict where attention comes back. "
-        "Fall and return are measured as in `ladder`."
+        "Fall and return are measured as in the study ladder."
     ),
     version=1,
     presets={

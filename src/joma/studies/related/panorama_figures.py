@@ -67,7 +67,9 @@ def _panel_title(axis: str, kind: str, sources: Sequence[xr.Dataset]) -> str:
     if not ends:
         return "not recorded"
     start, end = np.median(ends, axis=0)
-    return f"most attended key: {start:.2g} to {end:.2g}" if axis == "axes_sink" else f"stable rank: times {end:.2g}"
+    if axis == "axes_sink":
+        return f"weight on one key: {start:.2f} to {end:.2f}"
+    return f"stable rank: {end:.2f} of its start"
 
 
 def series(curve: xr.Dataset, axis: str) -> xr.DataArray:
@@ -141,6 +143,6 @@ def _draw_return(panel: Axes, height: int, name: str, curve: xr.Dataset) -> None
     filled = "white" if source.units == "linear" else colour
     look: dict[str, Any] = {"marker": "o", "markerfacecolor": filled} if is_judged(curve) else {"marker": "x"}
     panel.plot([mean], [height], color=colour, markersize=6, linestyle="none", **look)
-    if source.rule_predicts is not None:
-        text = f"rule: {'comes back' if source.rule_predicts else 'stays'}"
+    if source.minimum_predicts is not None:
+        text = f"predicted: {'comes back' if source.minimum_predicts else 'stays'}"
         panel.annotate(text, (1.01, height), xycoords=("axes fraction", "data"), fontsize=7, va="center")

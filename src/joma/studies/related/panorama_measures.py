@@ -116,23 +116,25 @@ def share_right(present: Mapping[str, xr.Dataset], predicts: Callable[[Source], 
     return float(np.mean([comes_back(curve) == predicts(SOURCES[name]) for name, curve in present.items()]))
 
 
-def rule_lead(run: xr.Dataset) -> float:
-    """Return the share of sources that the rule predicts, less that which the activation predicts.
-
-    Of sources that are judged, of which the rule says something, and that are no worlds of `ladder`.
-    """
-    contest = {
+def contested(run: xr.Dataset) -> dict[str, xr.Dataset]:
+    """Return the judged curves of which both premises predict something, without those of `ladder`."""
+    return {
         name: curve
         for name, curve in judged(run).items()
-        if SOURCES[name].rule_predicts is not None and not SOURCES[name].from_ladder
+        if SOURCES[name].minimum_predicts is not None and not SOURCES[name].from_ladder
     }
+
+
+def minimum_lead(run: xr.Dataset) -> float:
+    """Return the share of `contested` curves that the minimum predicts, less that which the activation predicts."""
+    contest = contested(run)
     if not contest:
-        raise NotInRun("source of which the rule says something, outside of the ladder")
-    return share_right(contest, _by_rule) - share_right(contest, _by_units)
+        raise NotInRun("source of which both premises say something, outside of the ladder")
+    return share_right(contest, _by_minimum) - share_right(contest, _by_units)
 
 
-def _by_rule(source: Source) -> bool | None:
-    return source.rule_predicts
+def _by_minimum(source: Source) -> bool | None:
+    return source.minimum_predicts
 
 
 def _by_units(source: Source) -> bool:
@@ -255,7 +257,7 @@ CLAIMS = (
     Claim(
         "rule-better",
         "The minimum of the loss predicts better than the activation where attention comes back.",
-        rule_lead,
+        minimum_lead,
         above(0.0),
         kind="control",
         quantity="share of models that the minimum predicts less that which the activation predicts; models of which "

@@ -1,11 +1,11 @@
 """The models that `panorama` puts on common axes, and what each theory predicts of them.
 
-All of it was declared before any curve was looked at. `minimum` is the premise of the rule in docs/ladder.md: entropy
-ends at that of the least loss, and comes back if the path went below it.
+All of it was declared before any curve was looked at. `minimum` is the premise of what docs/ladder.md shows:
+entropy ends at that of the least loss, and comes back if the path went below it.
 
     none    the least loss is at infinity, or there is none: nothing brings attention back
     dense   the least loss, attained or approached, has attention that is known and denser than the path to it
-    open    a minimum may exist, but its attention is not known, or not determined: the rule predicts nothing
+    open    a minimum may exist, but its attention is not known, or not determined: nothing is predicted
 
 `units` is the premise of the rival explanation, JoMA's reading of its Theorems 2 and 4: attention comes back with
 nonlinear units, and does not with linear ones.
@@ -24,7 +24,7 @@ Units = Literal["linear", "nonlinear"]
 MINIMA: dict[Minimum, str] = {
     "none": "the loss has no minimum",
     "dense": "the least loss has dense attention",
-    "open": "the rule does not say",
+    "open": "attention at the least loss is not known",
 }
 
 
@@ -37,7 +37,7 @@ class Source:
         minimum: of its loss.
         units: of its network above attention.
         reason: why its minimum is of this kind.
-        from_ladder: whether it is a world of `ladder`, from which the rule comes, so that it cannot test the rule.
+        from_ladder: whether it is of the study `ladder`, which suggested this premise, so that it cannot test it.
         family: the name that it shares with models which differ from it in one thing; "" for a model without relatives.
     """
 
@@ -49,8 +49,8 @@ class Source:
     family: str = ""
 
     @property
-    def rule_predicts(self) -> bool | None:
-        """Whether attention comes back by the rule; None where the rule does not say."""
+    def minimum_predicts(self) -> bool | None:
+        """Whether attention comes back if the minimum of the loss decides; None where its attention is not known."""
         return None if self.minimum == "open" else self.minimum == "dense"
 
     @property

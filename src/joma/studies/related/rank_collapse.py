@@ -166,7 +166,7 @@ CLAIMS = (
         "A layer of attention without a skip connection cubes small residuals.",
         decade_slope,
         near(3.0, 0.01),
-        kind="theorem",
+        kind="control",
         quantity="slope of log residual out over log residual in, between the two smallest inputs",
     ),
     Claim(
@@ -174,7 +174,7 @@ CLAIMS = (
         "The output's residual is R W C V, with its coefficient.",
         leading_error,
         at_most(1e-6),
-        kind="theorem",
+        kind="control",
         quantity="relative distance of one layer's residual from this term, input of size 0.001, W ~ N(0, 1)/d",
     ),
     Claim(
@@ -182,7 +182,7 @@ CLAIMS = (
         "The relative error of the cubic term R W C V is of second order.",
         error_slope,
         near(2.0, 0.1),
-        kind="theorem",
+        kind="control",
         quantity="slope of the log error over log size of the input, between sizes 0.01 and 0.001",
     ),
     Claim(
