@@ -31,6 +31,7 @@ COORDINATES = re.compile(rb'\b(?:d|x|y)="[^"]*"')
 DIGITS = re.compile(rb"(\.\d\d)\d+")
 PIXELS_PER_POINT = 4 / 3
 ARXIV = re.compile(r"(?:arXiv[ :]|(?<![\w./])(?=\d{4}\.\d{5}(?!\d)))(\d{4}\.\d{4,5})")  # the fifth digit is since 2015
+CODE = re.compile(r"`([^`\n]+)`")
 
 
 @dataclass(frozen=True)
@@ -93,19 +94,20 @@ def _read_all(
 
 def _template() -> jinja2.Template:
     templates = environment()
-    templates.filters |= {"cited": cited, "readable": readable, "new_source": new_source}
+    templates.filters |= {"marked_up": marked_up, "readable": readable, "new_source": new_source}
     return templates.get_template("template.html")
 
 
-def cited(source: str) -> Markup:
-    """Return text as HTML, with every arXiv number a link to its paper.
+def marked_up(text: str) -> Markup:
+    """Return text as HTML, with every arXiv number a link to its paper, and what stands in backticks as code.
 
-    >>> cited("Theorem 2 (arXiv 2310.00535)")
+    >>> marked_up("Theorem 2 (arXiv 2310.00535)")
     Markup('Theorem 2 (<a href="https://arxiv.org/abs/2310.00535">arXiv 2310.00535</a>)')
-    >>> cited("see 2306.00297")
-    Markup('see <a href="https://arxiv.org/abs/2306.00297">2306.00297</a>')
+    >>> marked_up("`winner`, see 2306.00297")
+    Markup('<code>winner</code>, see <a href="https://arxiv.org/abs/2306.00297">2306.00297</a>')
     """
-    return Markup(ARXIV.sub(r'<a href="https://arxiv.org/abs/\1">\g<0></a>', str(escape(source))))
+    linked = ARXIV.sub(r'<a href="https://arxiv.org/abs/\1">\g<0></a>', str(escape(text)))
+    return Markup(CODE.sub(r"<code>\1</code>", linked))
 
 
 def new_source(about: Description) -> str:

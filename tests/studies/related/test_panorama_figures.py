@@ -43,7 +43,7 @@ def test_every_source_has_a_line_in_the_column_of_its_minimum(run):
         assert texts == [SOURCES[name].title]
     assert panels[1, 2].get_title() == "not recorded"
     assert panels[1, 0].get_title() == "weight on one key: 0.30 to 0.30"
-    assert panels[2, 0].get_title() == "stable rank: times 0.3"
+    assert panels[2, 0].get_title() == "stable rank: 0.30 of its start"
 
 
 def test_the_returns_name_every_source_and_count_those_that_are_judged(run):
@@ -51,4 +51,4 @@ def test_the_returns_name_every_source_and_count_those_that_are_judged(run):
     assert panel.get_title() == "Attention comes back in 1 of 2 models that are judged"
     labels = [label.get_text() for label in panel.get_yticklabels()]
     assert labels == [SOURCES[name].title for name in ("polarise", "sparse-dense", "wikitext")]
-    assert [text.get_text() for text in panel.texts] == ["rule: stays", "rule: comes back"]
+    assert [text.get_text() for text in panel.texts] == ["predicted: stays", "predicted: comes back"]

@@ -112,6 +112,10 @@ def test_the_outcome_names_the_rates_that_bounce(known):
         "5.00 nats, at rate 0.002; at 0.1 the sparsest layer keeps 0.3 % of its entropy."
     )
     assert "at none of the rates" in outcome(known.sel(rate=[1e-4, 1e-1]))
+    alone = (
+        "With one seed, which decides no claim that needs an interval over seeds: entropy, mean over layers, bounces"
+    )
+    assert outcome(known.isel(seed=[0])).startswith(alone)
 
 
 def test_a_layer_that_bounces_is_seen_where_the_mean_hides_it():

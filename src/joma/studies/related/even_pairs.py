@@ -122,7 +122,7 @@ PHASES = (
     ),
     Claim(
         "ledger",
-        "Theorem 1's softmax ledger holds for this layer.",
+        "Theorem 1's law for softmax attention holds for this layer, with all its terms.",
         lambda run: float(run.theorem_1_residual.max(skipna=False)),
         at_most(1e-5),
         kind="theorem",

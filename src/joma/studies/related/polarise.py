@@ -144,7 +144,7 @@ CLAIMS = (
     ),
     Claim(
         "gap-zero",
-        "With one sample the softmax ledger of Theorem 1 has no gap.",
+        "With one sample Theorem 1's law for softmax attention has no gap term.",
         lambda run: run.gap.max("tokens"),
         at_most(1e-12),
         kind="theorem",

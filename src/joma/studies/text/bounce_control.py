@@ -395,8 +395,8 @@ STUDY = Study(
         ),
         "gaps": Drawing(
             draw_gaps,
-            "Left: final validation loss less that of the free run from the same start, one point for each seed; grey: "
-            "95 % interval of the mean over seeds. Right: final entropy less that at the minimum, mean over layers.",
+            "(a) Final validation loss less that of the free run from the same start, one point for each seed; grey: "
+            "95 % interval of the mean over seeds. (b) Final entropy less that at the minimum, mean over layers.",
         ),
     },
 )

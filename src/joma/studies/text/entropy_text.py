@@ -342,7 +342,7 @@ STUDY = Study(
         ),
         "learning": Drawing(
             draw_learning,
-            "Left: validation loss; thin lines mark its least mean over seeds. Right: stable rank of the lower weights "
+            "(a) Validation loss; thin lines mark its least mean over seeds. (b) Stable rank of the lower weights "
             "of the first MLP. Lines and bands: mean and range over seeds.",
         ),
     },

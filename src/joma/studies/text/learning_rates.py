@@ -219,10 +219,11 @@ def outcome(run: xr.Dataset) -> str:
     best, greatest = best_rate(run), float(run.rate.max())
     loss = float(final_loss(run).mean("seed").min())
     left = float(entropy_left(run).sel(rate=greatest).mean())
+    alone = "With one seed, which decides no claim that needs an interval over seeds: " if run.sizes["seed"] < 2 else ""
     return (
-        f"Entropy, mean over layers, bounces by {100 * MIN_BOUNCE:.0f} % of its start or more {where}. The loss is "
-        f"least, {loss:.2f} nats, at rate {best:.3g}; at {greatest:.3g} the sparsest layer keeps {100 * left:.1f} % of "
-        "its entropy."
+        f"{alone}{'e' if alone else 'E'}ntropy, mean over layers, bounces by {100 * MIN_BOUNCE:.0f} % of its start or "
+        f"more {where}. The loss is least, {loss:.2f} nats, at rate {best:.3g}; at {greatest:.3g} the sparsest layer "
+        f"keeps {100 * left:.1f} % of its entropy."
     )
 
 
@@ -260,9 +261,9 @@ def draw_rates(run: xr.Dataset) -> Figure:
             turns.legend()
     loss = final_loss(run)
     measured(losses, run.rate, loss.where(np.isfinite(loss)).transpose("rate", "seed"), 0, linestyle="-")
-    shares.set_title("Who bounces, who collapses?")
+    shares.set_title("Which rates bounce, which collapse")
     turns.set_title("When attention is sparsest")
-    losses.set(ylabel="validation loss at the end (nats)", title="Which rate learns best?")
+    losses.set(ylabel="validation loss at the end (nats)", title="Which rate learns best")
     for panel in axes[0]:
         panel.set(xscale="log", xlabel="learning rate")
     letters(axes)
@@ -331,13 +332,13 @@ STUDY = Study(
         ),
         "rates": Drawing(
             draw_rates,
-            "Left: bounce of entropy's mean over layers, and entropy left at the end in the sparsest layer; thin "
-            "lines: the bounds of a bounce and of a collapse. Middle: the step of the least entropy, one point for "
-            "each seed. Right: validation loss at the end. Points and bars: mean and range over seeds.",
+            "(a) Bounce of entropy's mean over layers, and entropy left at the end in the sparsest layer; thin "
+            "lines: the bounds of a bounce and of a collapse. (b) The step of the least entropy, one point for "
+            "each seed. (c) Validation loss at the end. Points and bars: mean and range over seeds.",
         ),
         "layers": Drawing(
             draw_layers,
-            "Left: bounce of each layer's entropy, mean over seeds; 0 where noise would rise as clearly. Right: the "
+            "(a) Bounce of each layer's entropy, mean over seeds; 0 where noise would rise as clearly. (b) The "
             "step of a layer's least entropy, one point for each seed where the layer bounces.",
         ),
     },

@@ -125,18 +125,18 @@ RELATIVE = "‖measured − predicted‖ / ‖measured − start‖ over tokens,
 FLOW_CLAIMS = {
     "exp": "With exp attention Σ_m z_m/η_z − ½‖W_V e‖²/η_V stays constant along gradient flow.",
     "linear": "With linear attention ½Σ_m z_m²/η_z − ½‖W_V e‖²/η_V stays constant along gradient flow.",
-    "softmax": "With softmax attention Σ_m z_m follows ½‖W_V e‖² and the ledger along gradient flow.",
+    "softmax": "With softmax attention Σ_m z_m follows the value law with all its terms along gradient flow.",
     "keys linear": "With logits q·k and linear attention ‖W_K e‖²/η_K − ‖W_V e‖²/η_V stays constant.",
-    "keys exp": "With logits q·k and exp attention keys grow as the key ledger says.",
-    "keys softmax": "With logits q·k and softmax attention keys grow as the key ledger says.",
+    "keys exp": "With logits q·k and exp attention keys grow by the key law with all its terms.",
+    "keys softmax": "With logits q·k and softmax attention keys grow by the key law with all its terms.",
 }
 SGD_CLAIMS = {
     "exp": "SGD departs from the value law of exp attention only by the squares of its steps.",
     "linear": "SGD departs from the value law of linear attention only by the squares of its steps.",
-    "softmax": "The ledger accounts for all of softmax attention along SGD.",
+    "softmax": "With drift, gap and step terms the value law is exact along SGD, softmax attention.",
     "keys linear": "SGD departs from the law of keys and values only by the squares of its steps.",
-    "keys exp": "The key ledger accounts for all growth of keys along SGD, exp attention.",
-    "keys softmax": "The key ledger accounts for all growth of keys along SGD, softmax attention.",
+    "keys exp": "With all its terms the key law is exact along SGD, exp attention.",
+    "keys softmax": "With all its terms the key law is exact along SGD, softmax attention.",
 }
 NETWORKS = {
     "units": "only hidden units",
