@@ -51,10 +51,10 @@ WHY = {  # the studies that answer the README's question, and what each is about
     "value-invariant": "What attention follows instead",
 }
 QUESTION = """JoMA credits the nonlinear activation: with a linear one the winner takes all. Our studies say otherwise.
-Where the loss reaches its least value, the entropy of attention ends at that of the optimum, with linear units too; it
-has bounced if it went below on the way ([docs/ladder.md](docs/ladder.md) has the proofs). This is a rule of one-layer
-models: two layers that learn addition come back although their loss has no minimum
-([docs/related/panorama.md](docs/related/panorama.md)). The law that ties attention
+Where the loss reaches its least value, and the attention there is unique, entropy ends at that of this optimum, with
+linear units too; it has bounced if it went below on the way ([docs/ladder.md](docs/ladder.md) has the proofs, for
+linear units). This holds for one-layer models: two layers that learn addition come back although their loss has no
+minimum ([docs/related/panorama.md](docs/related/panorama.md)). The law that ties attention
 to weights is, in a Transformer, one about value vectors and not about the MLP, and what language models add to the
 block breaks it ([docs/value-path.md](docs/value-path.md))."""
 START, END = "<!-- findings: written by make runs-page -->", "<!-- end of findings -->"

@@ -97,9 +97,9 @@ def test_the_study_has_the_claims_and_the_outcome_of_both_parts(trajectory):
 def test_the_outcome_states_the_run(trajectory):
     sentence = outcome(trajectory)
     assert "regains 100 % of that where tokens are independent" in sentence
-    assert "Of 4 random worlds" in sentence
+    assert "Of 4 data distributions drawn at random" in sentence
     half = trajectory.assign(entropy=rising(trajectory.entropy, "time"))
-    assert "falls by 50 % of ln M. It regains 50 % of that" in outcome(half)
+    assert "falls by 50 % of its largest value, ln M for M tokens. It regains 50 % of that" in outcome(half)
 
 
 def test_every_preset_has_the_default_world():

@@ -163,7 +163,9 @@ def test_an_arm_is_judged_at_the_rate_of_the_lowest_loss_at_which_no_seed_diverg
         judged_trajectory(run, "base")
     with pytest.raises(NotInRun, match="arm top"):
         judged_trajectory(run, "top")
-    assert outcome(run).startswith("Of 2 trained arms, 0 turn dense again in every seed and 2 in none")
+    assert outcome(run).startswith(
+        "Of 2 models between this block and a language model, each with one thing changed, 0 turn dense"
+    )
 
 
 def test_arms_that_may_fall_without_bound_are_judged_once_they_fall_visibly():
@@ -226,7 +228,7 @@ def test_the_claims_on_speed_compare_arms_and_the_optimum():
     }  # fmt: skip
     for name, value in expected.items():
         assert float(measured[name].measure(run)[0]) == pytest.approx(value)
-    assert "free logits regain 0 % of their fall, and 40 %" in outcome(run)
+    assert "parameters themselves regain 0 % of their fall, and 40 %" in outcome(run)
     brief = drawn(SPEED | {"all-product": ("returns", "slow"), "all-frozen": ("falls", "slow")})
     for name, arm in {"speed-product": "all-product", "early-weights": "all-frozen"}.items():
         with pytest.raises(NotInRun, match=f"arm {arm} that was trained for ten times as long"):

@@ -86,8 +86,8 @@ def test_recovery_and_bounce_by_hand():
     np.testing.assert_allclose(real_units.share_bounced("softmax")(run), 0.5)
     np.testing.assert_allclose(real_units.linear_return(run), 0.1)
     assert real_units.outcome(run) == (
-        "In blocks trained without that drive attention turns dense again in 30 of 48 with nonlinear units, and in 6 of "
-        "12 with linear ones: it regains over 1 % of its fall. It does so by more than in any linear block with the "
+        "In blocks trained without that drive attention turns dense again in 30 of 48 with nonlinear units, and in 6 "
+        "of 12 with linear ones: it regains over 1 % of its fall. It does so by more than in any linear block with the "
         "same attention in 18."
     )
 

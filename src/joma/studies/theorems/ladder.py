@@ -48,14 +48,14 @@ def outcome(run: xr.Dataset) -> str:
     distance = float(abs(cases.case_end - cases.case_optimum).mean())
     settled = int(cases.case_end.notnull().sum())
     returned = int((came_back(run) & arrived(run)).isel(case=run.family == "random").sum())
+    shares = {world: f"{100 * float(share.sel(world=world)):.0f} %" for world in ("overlap", "lengths", "separable")}
     return (
-        f"With linear units entropy falls by {100 * float(depth.sel(world='overlap')):.0f} % of ln M. It regains "
-        f"{100 * float(share.sel(world='overlap')):.0f} % of that where tokens are independent given the class, "
-        f"{100 * float(share.sel(world='lengths')):.0f} % where contexts have two lengths, and "
-        f"{100 * float(share.sel(world='separable')):.0f} % where tokens separate the classes. Of "
-        f"{cases.case_end.size} random worlds {settled} arrive at their optimum, attention comes back in {returned} of "
-        f"them, and entropy ends {distance:.1g} ln M from the predicted one on average. "
-        f"{ladder_training.outcome(run)}"
+        f"With linear units entropy falls by {100 * float(depth.sel(world='overlap')):.0f} % of its largest value, "
+        f"ln M for M tokens. It regains {shares['overlap']} of that where tokens are independent given the class, "
+        f"{shares['lengths']} where contexts have two lengths, and {shares['separable']} where tokens separate the "
+        f"classes. Of {cases.case_end.size} data distributions drawn at random {settled} are trained to their optimum, "
+        f"attention comes back in {returned} of them, and entropy ends {distance:.1g} ln M from the predicted one on "
+        f"average. {ladder_training.outcome(run)}"
     )
 
 

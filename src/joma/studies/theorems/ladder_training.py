@@ -442,16 +442,18 @@ def outcome(run: xr.Dataset) -> str:
     every, none = counts.count(run.sizes["seed"]), counts.count(0)
     tested = sum(_trained_long_enough(run, arm) for arm in arms)
     sentence = (
-        f"Of {len(counts)} trained arms, {every} turn dense again in every seed and {none} in none; {tested} were "
-        "trained for ten times as long as their loss falls, in every seed."
+        f"Of {len(counts)} models between this block and a language model, each with one thing changed, {every} turn "
+        f"dense again in every seed and {none} in none; {tested} were trained for ten times as long as their loss "
+        "falls, in every seed."
     )
     names = ("all-free", "all-free-fast", "all-product", "all-product-slow")
     if not {*names} <= {*arms} or 1.0 not in run.rate:
         return sentence
     shares = [f"{100 * float(share_regained(at_own_rate(run, arm).trained_entropy).mean()):.0f} %" for arm in names]
     return (
-        f"{sentence} At all positions free logits regain {shares[0]} of their fall, and {shares[1]} if they learn ten "
-        f"times faster; product logits regain {shares[2]}, and {shares[3]} if they learn ten times slower."
+        f"{sentence} If every position predicts, attention logits that are parameters themselves regain {shares[0]} of "
+        f"their fall, and {shares[1]} if they learn ten times faster; logits q·k regain {shares[2]}, and {shares[3]} "
+        "if they learn ten times slower."
     )
 
 

@@ -336,11 +336,13 @@ def outcome(run: xr.Dataset) -> str:
     diverged = int(has_diverged(run).sum())
     missing = f" Trainings of {diverged} of {run.sizes['seed']} seeds diverged, and are left out." if diverged else ""
     return (
-        f"The value laws hold to {flow:.0e} along gradient flow and, with SGD's steps counted, to {exact:.0e} in "
-        f"trained models; JoMA's law of the MLP's weights is off by {float(mlp.mean()):.2g} times the change there. "
-        f"Learned or overlapping embeddings, Adam and weight decay break the law by {low:.2g} to {high:.2g}. From the "
-        f"block to a language model, the error of the prediction from value vectors alone goes from {first:.2g} to "
-        f"{last:.2g}, its correlation from {first_correlation:.2g} to {last_correlation:.2g}.{missing}"
+        f"The value laws predict attention logits to {flow:.0e} along gradient flow and, with SGD's steps counted, to "
+        f"{exact:.0e} in trained models; JoMA's law of the MLP's weights is off by {float(mlp.mean()):.2g} times their "
+        "change there. "
+        f"Learned or overlapping embeddings, Adam and weight decay break the value law by {low:.2g} to {high:.2g} "
+        "times the change. From the block to a language model, the error of what value vectors alone predict goes from "
+        f"{first:.2g} to {last:.2g} times the change, its correlation from {first_correlation:.2f} to "
+        f"{last_correlation:.2f}.{missing}"
     )
 
 
