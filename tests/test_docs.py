@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,20 @@ def load_script(name):
 
 
 make_runs = load_script("make_runs")
+
+
+def git(*words):
+    """Return what git prints about this repository; None if it fails, or is not there."""
+    try:
+        answer = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def has_whole_history():
+    """Return whether the tests are in a clone with all commits, not in an archive or a shallow clone."""
+    return git("rev-parse", "--is-shallow-repository") == "false" and git("ls-files", "tests/test_docs.py") != ""
 
 
 def test_every_study_has_a_stored_run_or_a_reason_why_not():
@@ -97,4 +112,5 @@ def test_the_command_of_a_run_makes_its_config(path):
 def test_a_stored_run_names_a_clean_commit_and_its_own_config(path):
     attributes = open_run(path).attrs
     assert len(attributes["git_commit"]) == 40
+    assert not has_whole_history() or git("merge-base", "--is-ancestor", attributes["git_commit"], "HEAD") is not None
     assert json.loads(attributes["config"]) == read_config(path)["config"]
