@@ -140,25 +140,24 @@ class ProbeCommand:
 
     model: Positional[Annotated[str, arg(metavar="MODEL")]]
     """A repository of the Hugging Face hub, the folder of a model, or a folder of checkpoints."""
-    revisions: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
+    revisions: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
     """Revisions or subfolders to measure; if not given, all whose names contain a step."""
-    pattern: str | None = None
+    pattern: Annotated[str | None, arg(metavar="REGEX", help_behavior_hint="")] = None
     """Regular expression of the names, with a group `step`, if they are not like step1000 or checkpoint-1000."""
-    base: Annotated[str | None, arg(metavar="MODEL")] = None
+    base: Annotated[str | None, arg(metavar="MODEL", help_behavior_hint="")] = None
     """Base model of LoRA adapters, a folder or a repository; if not given, the folder that the adapters name."""
     measures: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("entropy", "sink_mass")
     """Measures of attention besides the entropy: effective_tokens, relative_entropy, largest_weight, top_mass,
     sink_mass, distance, largest_logit."""
-    text: Annotated[Path | None, arg(metavar="FILE")] = None
+    text: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """Text to run the models on; the beginning of the embedded corpus if not given."""
     out: Path = Path("runs/probe")
     """Folder for the results, which go into a subfolder named after the model; measurements are kept and reused."""
-    engine: Literal["local", "ray"] | None = None
-    """Where checkpoints are measured side by side: in processes of this machine, or on a Ray cluster; if not given, one
-    after another in this process."""
-    jobs: Annotated[int | None, arg(metavar="N")] = None
+    engine: Annotated[Literal["local", "ray"] | None, arg(metavar="{local,ray}", help_behavior_hint="")] = None
+    """Measure checkpoints side by side, in processes of this machine or on a Ray cluster; else one after another."""
+    jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Checkpoints at once on this machine; as many as cores and memory allow if not given. Implies --engine local."""
-    address: str | None = None
+    address: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None
     """Address of the Ray cluster, e.g. auto; a local one is started if not given."""
     gpus_per_run: float = 0.0
     """GPUs for the weights of each checkpoint, also parts of one; models are run on processors."""

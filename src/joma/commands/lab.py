@@ -35,11 +35,11 @@ class LabCommand:
     They are served on this machine alone, and only to a browser that has the token of the printed address.
     """
 
-    page: Positional[Annotated[str | None, arg(metavar="PAGE")]] = None
+    page: Positional[Annotated[str | None, arg(metavar="PAGE", help_behavior_hint="")]] = None
     """Page to open, such as sparse-then-dense; the list of all pages if not given."""
-    browser: bool = True
+    no_browser: bool = False
     """Print the address without opening a browser."""
-    port: Annotated[int | None, arg(metavar="N")] = None
+    port: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Port of the server; the first free one from 2718 on if not given."""
     json: bool = False
     """Print the address as a JSON document."""
@@ -65,7 +65,7 @@ class LabCommand:
             url = f"http://{HOST}:{port}?access_token={token}"
             emit({"url": url, "pid": server.pid}) if self.json else write_line(f"The lab is open at {url}")
             sys.stdout.flush()
-            if self.browser:
+            if not self.no_browser:
                 import webbrowser
 
                 webbrowser.open(url)

@@ -27,26 +27,25 @@ class RunCommand:
     Exit code 2 means bad input, or that the stored run of a study is damaged or locked; the other studies are run.
     """
 
-    studies: Positional[Annotated[tuple[str, ...], arg(metavar="STUDY")]] = ()
+    studies: Positional[Annotated[tuple[str, ...], arg(metavar="[STUDY ...]", help_behavior_hint="")]] = ()
     """Names as in `joma list`."""
     preset: str = "quick"
     """quick (seconds to a minute on 2 cores), paper (the sizes of the papers), or wikitext-103 (entropy-text alone)."""
     out: Path = Path("runs")
     """Folder to store the runs in."""
-    seeds: Annotated[int | None, arg(metavar="N")] = None
+    seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Run seeds 0 to N-1; the preset's number of seeds if not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train models on; auto is cuda if available."""
-    set: UseAppendAction[tuple[Annotated[str, arg(metavar="KEY=VALUE")], ...]] = ()
+    set: UseAppendAction[Annotated[tuple[str, ...], arg(metavar="KEY=VALUE")]] = ()
     """Change one field of the study's config, e.g. steps=500; may be repeated. Write a list as 1,2,3."""
-    jobs: Annotated[int | None, arg(metavar="N")] = None
+    jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Studies to run at the same time; as many as cores and memory (or GPUs) allow if not given."""
-    shards: Annotated[int | None, arg(metavar="N")] = None
-    """Split the seeds of each study into N parts that run at the same time; if not given, only a single study is split,
-    over the GPUs of this machine."""
+    shards: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    """Parts of each study's seeds that run at the same time; one for each GPU if a single study runs, else 1."""
     engine: Literal["local", "ray"] = "local"
     """Where studies run: in processes of this machine, or on a Ray cluster."""
-    address: str | None = None
+    address: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None
     """Address of the Ray cluster, e.g. auto; a local one is started if not given."""
     json: bool = False
     """Print one JSON document instead of tables."""

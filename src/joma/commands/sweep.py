@@ -31,32 +31,32 @@ class SweepCommand:
 
     study: Positional[Annotated[str, arg(metavar="STUDY")]]
     """Name as in `joma list`."""
-    grid: UseAppendAction[tuple[Annotated[str, arg(metavar="KEY=A,B,C")], ...]] = ()
+    grid: UseAppendAction[Annotated[tuple[str, ...], arg(metavar="KEY=A,B,C")]] = ()
     """Values of one field of the study's config; repeated for more fields. Separate lists by semicolons. For random
     points also KEY=LOW:HIGH or KEY=LOW:HIGH:log."""
-    set: UseAppendAction[tuple[Annotated[str, arg(metavar="KEY=VALUE")], ...]] = ()
+    set: UseAppendAction[Annotated[tuple[str, ...], arg(metavar="KEY=VALUE")]] = ()
     """Change one field of the config for all points, e.g. steps=500; may be repeated."""
-    random: Annotated[int | None, arg(metavar="N")] = None
+    random: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Draw N random points instead of the product. More points keep the first ones."""
     seed: int = 0
     """Seed of the random points."""
     preset: str = "quick"
     """quick or paper."""
-    seeds: Annotated[int | None, arg(metavar="N")] = None
+    seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Run seeds 0 to N-1 at every point; the preset's number of seeds if not given."""
     engine: Literal["local", "ray"] = "local"
     """Where units run: in processes of this machine, or on a Ray cluster."""
-    address: str | None = None
+    address: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None
     """Address of the Ray cluster, e.g. auto; a local one is started if not given."""
     shared: bool = False
     """All machines of the Ray cluster see OUT under the same path, and write there; else results are sent back."""
-    jobs: Annotated[int | None, arg(metavar="N")] = None
+    jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Units that run at once on this machine; as many as cores and memory allow if not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train models on; auto is cuda if available."""
-    gpus_per_run: float | None = None
+    gpus_per_run: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="")] = None
     """GPUs of each unit, also parts of one; 1 on cuda if not given."""
-    claim: Annotated[str | None, arg(metavar="NAME")] = None
+    claim: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """Claim whose value the figure shows over the grid; the first tested one with a number if not given."""
     retry_failed: bool = False
     """Run units again that failed before."""
