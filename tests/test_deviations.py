@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from joma.data.addition import ceiling
 from joma.runs import open_run, read_claims
 from joma.studies.hierarchy import layer_entropy
 from joma.studies.related import rank_collapse_measures
@@ -115,6 +116,9 @@ def said_of_addition():
     yield "falls from {:.2f} to {:.2f} in training".format(*share["none causal", "cka"])
     yield "stays at {:.2f} and {:.2f} without those around the MLPs".format(*share["mlp all", "cka"])
     yield f"the least of its seeds has {stored.measured['slices-without-cka']['min']:.2f}"
+    two = ceiling(2)
+    yield f"{100 * two.exact:.2f} % of sums of two digits, {100 * float(run.ceiling):.2f} % of three"
+    yield f"{100 * two.greedy:.2f} % and {100 * float(run.greedy):.2f} %. The claim `full`"
 
 
 def said_of_position_emergence():
