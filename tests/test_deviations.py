@@ -1,10 +1,16 @@
 """What `docs/deviations.md` says of stored runs is what these say: each sentence is made from a run and looked up."""
 
+import numpy as np
 import pytest
 
+from joma.data.addition import ceiling
 from joma.runs import open_run, read_claims
 from joma.studies.hierarchy import layer_entropy
+from joma.studies.related import rank_collapse_measures
+from joma.studies.related.icl_regression_measures import is_behind
 from joma.studies.symmetry import addition_measures
+from joma.studies.text import entropy_text, published_curves
+from joma.studies.theorems import flow_comparison, invariance, real_units, winner_measures
 from joma.studies.theorems.ladder_measures import arrived, arrived_cases, came_back, fall
 from joma.study import mean_interval
 from test_docs import ROOT, RUNS
@@ -103,20 +109,36 @@ def said_of_addition():
         for arm in ("none causal", "mlp all")
         for kind in ("correlation", "cka")
     }
-    yield f"the share is {share['none causal', 'correlation'][1]:.2f} by correlation, larger than without by "
-    yield f"{stored.mean('slices-without')} ({stored.interval('slices-without')})"
-    yield f"and {share['none causal', 'cka'][1]:.2f} by CKA, larger than without by {stored.mean('slices-without-cka')}"
-    yield f"({stored.interval('slices-without-cka')}). So `slices-without-cka` holds"
+    yield f"the share is {share['none causal', 'correlation'][1]:.2f} with residual connections at the preset `paper`"
+    yield f"larger than without by {stored.mean('slices-without')} ({stored.interval('slices-without')})"
+    without = f"{stored.mean('slices-without-cka')} ({stored.interval('slices-without-cka')})"
+    yield f"By CKA the share is {share['none causal', 'cka'][1]:.2f}, and larger than without by {without}"
     yield "falls from {:.2f} to {:.2f} in training".format(*share["none causal", "cka"])
     yield "stays at {:.2f} and {:.2f} without those around the MLPs".format(*share["mlp all", "cka"])
     yield f"the least of its seeds has {stored.measured['slices-without-cka']['min']:.2f}"
+    two = ceiling(2)
+    yield f"{100 * two.exact:.2f} % of sums of two digits, {100 * float(run.ceiling):.2f} % of three"
+    yield f"{100 * two.greedy:.2f} % and {100 * float(run.greedy):.2f} %. The claim `full`"
 
 
 def said_of_position_emergence():
     stored = Stored("position-emergence")
-    random = stored.run.random_adjacency.sel(init="small").isel(level=-1).mean("seed")
-    text, sums = (listed(random.sel(task=task).values) for task in ("text", "addition"))
-    yield f"is {text} on text and {sums} on sums"
+    random = stored.run.random_adjacency.isel(level=-1).mean("seed")
+    for width in random.width.values:
+        text, sums = random.sel(init="small", width=width, task=["text", "addition"]).values
+        yield f"| GPT-2 | {width} | {text:.2f} | {sums:.2f} |"
+    for weights, init in {
+        "`nn.TransformerEncoderLayer`": "encoder",
+        "torch's layers (embeddings of deviation 1)": "linear",
+    }.items():
+        text, sums = (span(random.sel(init=init, task=task)) for task in ("text", "addition"))
+        yield f"| {weights} | 48 to 384 | {text} | {sums} |"
+    null = stored.run.random_null.sel(init="small").isel(level=-1).max("seed")
+    (narrow_text, narrow_sums), (wide_text, wide_sums) = (
+        [float(null.sel(width=width, task=task)) for task in ("text", "addition")] for width in (48, 384)
+    )
+    yield f"is {narrow_text:.2f} (text) and {narrow_sums:.2f} (sums) at width 48"
+    yield f"and {wide_text:.2f} and {wide_sums:.2f} at width 384"
     highest = stored.run.adjacency.mean("seed").max("level")
     rises = ["from {:.2f} to {:.2f}".format(*highest.sel(task=task)[[0, -1]].values) for task in ("text", "addition")]
     yield f"rises {rises[0]} on text and {rises[1]} on sums"
@@ -198,7 +220,211 @@ def said_of_invariant_text():
     yield f"{stored.mean('scale-ratio-softmax', 1)} and {stored.mean('scale-ratio-exp', 1)})"
 
 
+def said_of_winner():
+    stored = Stored("winner")
+    run, share = stored.run, stored.measured["figure-3"]
+    yield f"by about {100 * stored.measured['ratio-slides']['mean']:.0f} % between the winner and a token of small"
+    growing = int(winner_measures.growing(run).isel(seed=0, hidden=0).sum())
+    assert growing == 2
+    yield "with seed 0, the weights of two of 20 tokens keep growing in the first hidden unit"
+    slow = 100 * float(winner_measures.late_speed(run).isel(seed=0).median())
+    yield f"half of all weights end at {slow:.1f} % of their mean speed or slower"
+    yield f"in {100 * share['min']:.0f} to {100 * share['max']:.0f} % of the units ({run.sizes['seed']} seeds)"
+    assert stored.mean("salience-common", 1) == "0.5"
+    yield "their salience is about half of that of distinct tokens"
+
+
+def said_of_invariance():
+    stored = Stored("invariance")
+    run = stored.run
+    yield f"off by {stored.range('informative-early')} times the change of z at step 400"
+    yield f"and by {stored.range('informative', 0)} times at step 2,000 (ten seeds)"
+    yield f"lower by {stored.mean('first-term', 3)} on average"
+    own = [stored.measured[f"correlation{kind}"]["mean"] for kind in ("", "-random")]
+    gain = [stored.measured[f"own-seed{kind}"]["mean"] for kind in ("", "-random")]
+    yield f"correlates by {own[0] - gain[0]:.3f} with the z of another, by {own[0]:.3f} with its own"
+    yield f"(95 % interval of the difference {stored.interval('own-seed', 3)})"
+    yield f"With random tokens it is {own[1] - gain[1]:.2f} and {own[1]:.2f}"
+    yield f"the least of ten seeds has {stored.measured['correlation-random']['min']:.2f}"
+    exp = run.error.sel(attention="exp", activation="linear", correction="none", kind="gaussian")
+    long = run.long_error.sel(kind="gaussian")
+    at_time_100 = [float(exp.sel(step=1_000).mean()), float(long.sel(long_step=10_000).mean())]
+    assert at_time_100 == pytest.approx([1e-3, 1e-4], rel=0.1)
+    yield "1e-3 at rate 0.1 and 1e-4 at rate 0.01, at the same time 100"
+    ends = exceeds_for_good(exp, 0.1 * run.step.values)
+    later = exceeds_for_good(long.rename(long_step="step"), 0.01 * run.long_step.values) - ends
+    yield f"exceeds 1 % from time {span(ends, 0)} at rate 0.1"
+    yield f"and {span(later, 0)} later at rate 0.01 (ten seeds)"
+    kept = invariance.worst(run.small.isel(step=-1).sel(unit="linear"))
+    assert float(kept.mean()) == pytest.approx(5e-4, rel=0.1)
+    yield f"keep the law (error 5e-4), and 20,000 do not ({stored.mean('exp-long', 1)}, the mean of ten seeds)"
+    yield f"the law is off by {stored.mean('residual')} of what has changed after 2,000 steps at rate 0.1"
+    yield f"and by {stored.mean('residual-small-rate')} after 2,000 steps at rate 0.01 (mean of ten seeds"
+
+
+def exceeds_for_good(error, times):
+    """Return the time from which each seed's error exceeds 1 % to the end."""
+    small = error.transpose("seed", "step").values <= 0.01
+    return np.array([times[np.flatnonzero(seed)[-1] + 1] for seed in small])
+
+
+def said_of_critical_points():
+    stored = Stored("critical-points")
+    run = stored.run
+    assert float(run["count"].sel(flow="plain", kind="stable").max()) == 0
+    cosine = run.cosine.sel(activation=["relu", "leaky_relu", "gelu", "silu"], flow=["sphere", "decayed"])
+    silu = float(cosine.sel(activation="silu", flow="sphere").min())
+    others = cosine.where((cosine.activation != "silu") | (cosine.flow != "sphere"))
+    yield f"(cosine {span(others)} in ten seeds; SiLU with unit length from {silu:.2f})"
+    followed = flow_comparison.share_followed(run).min("driven")
+    reduced = followed.sel(ladder=["reduced at the start", "reduced at rest"])
+    yield f"stays within 10 % of the full one for at most {100 * float(reduced.max()):.0f} % of the full flow's life"
+    shares = {name: stored.measured[name] for name in ("averaged", "averaged-disjoint")}
+    overlapping, disjoint = (f"{100 * share['min']:.0f} to {100 * share['max']:.0f} %" for share in shares.values())
+    yield f"for {overlapping} of the life, or {disjoint} with disjoint centres"
+    assert stored.measured["folded"]["max"] == pytest.approx(1e-8, rel=0.1)
+    yield "is exact: 1e-8, the integrator's error"
+    plain = float(flow_comparison.recovery("plain", "near")(run).max())
+    yield f"tanh regains {stored.range('bounce-near', 3)} nats, without weight decay at most {plain:.3f}"
+
+
+def said_of_sparse_dense():
+    stored = Stored("sparse-dense")
+    entropy = stored.run.units_entropy
+    yield f"{100 * stored.measured['visible']['mean']:.0f} % regain more than 1 % of the fall"
+    visible = real_units.share_regained(entropy) > real_units.VISIBLE
+    nonlinear, linear = visible.drop_sel(units="linear"), visible.sel(units="linear")
+    yield f"{int(nonlinear.sum())} of {nonlinear.size} nonlinear blocks, {100 * float(nonlinear.mean()):.0f} %, regain"
+    yield f"and {int(linear.sum())} of {linear.size} linear ones, {100 * float(linear.mean()):.0f} %"
+    bounced = real_units.bounced(entropy)
+    gained = real_units.recovery(entropy)
+    largest = {unit: f"{float(gained.sel(units=unit).max()):.2f}" for unit in entropy.units.values}
+    yield f"By this {int(bounced.sum())} of the {bounced.size} nonlinear blocks bounce"
+    yield f"by at most {largest['tanh']} nats (tanh); a linear block comes back by {largest['linear']}"
+    assert max(largest.values()) == largest["tanh"]
+    exp = gained.sel(attention="exp", tokens="gaussian")
+    by_unit = {unit: span(exp.sel(units=unit)) for unit in entropy.units.values}
+    yield f"by {by_unit['linear']} nats with linear units, {by_unit['gelu']} with GELU, {by_unit['silu']} with SiLU"
+    yield f"{by_unit['relu']} with ReLU and {by_unit['tanh']} with tanh"
+    assert int(visible.sel(attention="exp", tokens="gaussian").sum()) > int(visible.sum()) / 2
+    yield f"by {stored.mean('units-nonlinear', 3)} nats more than linear ones on the mean (95 % interval "
+    yield f"{stored.interval('units-nonlinear', 3)})"
+
+
+def said_of_scan_snap():
+    stored = Stored("scan-snap")
+    run = stored.run
+    error = [f"{float(run.ratio_gain_error.sel(ratio=ratio).mean()):.2g}" for ratio in (1, 10, 100, 1000)]
+    yield "off by {}, {}, {} and {} at ratios of 1, 10, 100 and 1,000".format(*error[:2], *map(one_digit, error[2:]))
+    distance = [f"{float(run.share_clock_distance.sel(share=share).mean()):.2g}" for share in (0.5, 0.1, 0.01)]
+    yield "by {} in its power of t at a share of 0.5, by {} at 0.1 and by {} at 0.01".format(*distance)
+    scan = float(run.ratio_scan.sel(ratio=10).mean())
+    yield f"grows as t^{scan:.2f} along the flow and t^{stored.mean('scan-common')} along SGD"
+    common = run.common.sel(arm="premises")
+    lost = float((1 - common.isel(step=-1) / common.isel(step=0)).mean())
+    yield f"common tokens lose {lost:.0e} of their attention".replace("e-0", "e-")
+    fast = run.ratio_slowing.sel(ratio=slice(10, None))
+    power = np.polyfit(np.log(fast.ratio), np.log(fast.transpose("ratio", "seed")), 1)[0].mean() - 1
+    yield f"before from 10 on, where it is {power:.2f}"
+    yield f"growth slows {stored.mean('phase-rate', 1)} times sooner"
+
+
+def one_digit(number):
+    """Return a number, written as text, with one significant digit."""
+    return f"{float(number):.1g}"
+
+
+def said_of_cooccurrence():
+    stored = Stored("cooccurrence")
+    yield f"the slides' limit is off by up to {stored.mean('slides-any')} for a tree of depth 4"
+
+
+def said_of_entropy_text():
+    stored = Stored("entropy-text")
+    run = stored.run
+    for depth in (1, 2, 5, 10):
+        each, window = (span(entropy_text.seed_distances(run, depth, where), 3) for where in ("curve", "window"))
+        means = [entropy_text.mean_distance(run, depth, where) for where in ("curve", "window")]
+        authors = span(published_curves.leave_one_out(depth), 3)
+        yield f"| {depth} | {each} ({window}) | {means[0]:.3f} ({means[1]:.3f}) | {authors} |"
+        by_seed = [entropy_text.seed_distances(run, depth, where).mean() for where in ("curve", "window")]
+        assert (by_seed[1] < by_seed[0]) == (depth < 10)
+        assert means[1] < means[0]
+    yield "With 1, 2 and 5 layers our curves are nearer to the published ones in the window than over the whole text"
+    ours = entropy_text.text_entropy(run, 10).mean(("head", "seed")).sel(step=1_000)
+    theirs = published_curves.published_entropy(10).mean("seed").sel(step=1_000)
+    yield f"the mean of ours is {float(abs(ours - theirs).mean()):.2f} nats from the published entropies with copies"
+    authors = published_curves.recovery(published_curves.published_entropy(1).isel(layer=0))
+    window = entropy_text.one_layer_recovery(run, "window")
+    yield f"with one layer by {span(window)} nats in their window, against {span(authors)}"
+    first = published_curves.recovery(published_curves.published_entropy(5).isel(layer=0))
+    most = published_curves.recovery(entropy_text.text_entropy(run, 5).isel(layer=0).mean("head")).max()
+    yield f"their first one recovers by {span(first)}, ours by {float(most):.3f} at most"
+    scatter = np.array([loss_scatter(run, depth) for depth in (1, 2, 5, 10)])
+    yield f"by {span(scatter, 3)} nats (standard deviation after step 6,000"
+    yield f"{stored.mean('recovery')} nats of recovery against {float(authors.mean()):.2f}"
+
+
+def loss_scatter(run, depth):
+    """Return the standard deviation of ours less theirs over steps after 6,000, of mean validation losses."""
+    theirs = published_curves.published().valid_loss.sel(depth=depth).mean("seed")
+    ours = run.valid_loss.sel(depth=depth, step=theirs.step).mean("seed")
+    return float((ours - theirs).sel(step=slice(6_000, None)).std())
+
+
+def said_of_learning_rates():
+    stored = Stored("learning-rates")
+    run = stored.run.isel(seed=0)
+    rates = [4.64e-6, 2.15e-5, 1e-4, 4.64e-4]
+    turns = [f"{int(turn):,}" for turn in run.turn.sel(rate=rates)]
+    yield "at steps {}, {}, {} and {} at 4.64e-6".format(*turns)
+    bounce = 100 * run.bounce
+    yield "by {:.1f}, {:.1f} and {:.1f} % of its start at the last three".format(*bounce.sel(rate=rates[1:]).values)
+    assert bounce.where(~bounce.rate.isin(rates[1:])).max() == 0
+    yield f"Single layers bounce by up to {100 * float(run.layer_bounce.max()):.0f} %"
+    entropy = run.entropy.isel(layer=0, head=0).sel(rate=[2.15e-3, 1e-2])
+    left = 100 * (entropy.isel(step=-1) / entropy.isel(step=0)).values
+    final = run.valid_loss.isel(step=-1)
+    cost = (final.sel(rate=[2.15e-3, 1e-2]) - final.min()).values
+    yield f"({left[0]:.1f} and {left[1]:.1f} % of its entropy are left)"
+    yield f"at a cost of {cost[0]:.1f} and {cost[1]:.1f} nats"
+
+
+def said_of_permutation():
+    stored = Stored("permutation")
+    causal, encoding = (stored.measured[claim]["min"] for claim in ("causal-mask", "encodings"))
+    seeds = {4: "four", 5: "five", 10: "ten"}[stored.run.sizes["seed"]]
+    yield f"are {causal:.2f} with a causal mask and {encoding:.2f} with an encoding (preset `paper`, {seeds} seeds)"
+
+
+def said_of_rank_collapse():
+    stored = Stored("rank-collapse")
+    largest = float(rank_collapse_measures.kept(stored.run, "MLP", "rms", 4).max())
+    yield f"in {stored.run.sizes['seed']} seeds the residual after four layers is at most {largest:.0e} of that"
+
+
+def said_of_related_studies():
+    regression, phases, polarise = (Stored(study) for study in ("icl-regression", "induction-phases", "polarise"))
+    behind = is_behind(regression.run)
+    yield f"(preset `paper`) {int(behind.sum())} of {behind.size} seeds rest there"
+    yield f"by a factor of {np.exp(-phases.measured['delay']['mean']):.1f} in the geometric mean over ten seeds"
+    assert polarise.measured["inherent"]["min"] > 0.999
+    assert polarise.measured["large-target"]["max"] < 0.05
+    yield "within a thousandth of its largest value, with one of length 30 it ends below 0.05 nats"
+
+
 SENTENCES = (
+    said_of_winner,
+    said_of_invariance,
+    said_of_critical_points,
+    said_of_sparse_dense,
+    said_of_scan_snap,
+    said_of_cooccurrence,
+    said_of_entropy_text,
+    said_of_learning_rates,
+    said_of_permutation,
+    said_of_rank_collapse,
+    said_of_related_studies,
     said_of_alignment,
     said_of_hierarchy_order,
     said_of_addition,

@@ -1,18 +1,19 @@
-"""The page `docs/permutation.md`: every step of its proof on decoders, and its table against the study's quick run."""
+"""The page `docs/permutation.md`: every step of its proof on decoders, and its table against the stored run."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import torch
 
 from joma.models.transformer import Decoder, DecoderConfig
 from joma.probes.permutation import permutation_gap
-from joma.studies.symmetry.permutation import MAX_INVARIANT, MIN_BROKEN, STUDY, TABLE, cells
-from joma.study import Context
+from joma.runs import open_run
+from joma.studies.symmetry.permutation import MAX_INVARIANT, MIN_BROKEN, STUDY, TABLE
 
 PAGE = Path(__file__).parents[3] / "docs" / "permutation.md"
 TOKENS = torch.tensor([3, 0, 4, 1, 2])
@@ -116,14 +117,24 @@ def test_dead_units_without_residual_connections_see_nothing_for_a_whole_region_
 
 
 @pytest.fixture(scope="module")
-def quick_run():
-    preset = STUDY.presets["quick"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # other tests check shapes
-        return STUDY.run(preset.config, Context(tuple(range(preset.seeds))))
+def stored_run():
+    (claims,) = (PAGE.parent / "runs" / "permutation").glob("*/claims.json")
+    return open_run(claims.parent)
 
 
-def test_the_table_of_the_page_has_the_numbers_of_the_quick_run(quick_run):
+def test_the_page_names_the_size_of_the_stored_run(stored_run):
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    config = json.loads(stored_run.attrs["config"])
+    orders = math.factorial(config["length"] - 1)
+    assert (
+        f"(ReLU, width {config['width']}, {config['length']} distinct tokens, float64), tries all {orders} orders"
+        in text
+    )
+    assert stored_run.sizes["seed"] == 10
+    assert "and ten seeds (the stored run, preset `paper`)" in text
+
+
+def test_the_table_of_the_page_has_the_numbers_of_the_stored_run(stored_run):
     _, _, section = PAGE.read_text(encoding="utf-8").partition("## What is measured")
     table = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
     rows = {(encoding, mask): changes for encoding, mask, *changes in table}
@@ -131,7 +142,7 @@ def test_the_table_of_the_page_has_the_numbers_of_the_quick_run(quick_run):
     assert list(rows) == list(itertools.product(TABLE["positions"], TABLE["mask"]))
     for (positions, mask), texts in rows.items():
         for layers, text in zip(TABLE["layers"], texts, strict=True):
-            changes = quick_run.largest.sel(positions=positions, mask=mask, layers=layers)
+            changes = stored_run.largest.sel(positions=positions, mask=mask, layers=layers)
             if text == "rounding":
                 assert float(changes.max()) <= MAX_INVARIANT
             else:
@@ -140,16 +151,19 @@ def test_the_table_of_the_page_has_the_numbers_of_the_quick_run(quick_run):
                 assert text == f"{low:.2f} to {high:.2f}"
 
 
-def test_the_page_names_the_outcome_of_every_claim(quick_run):
+def test_the_page_names_the_outcome_of_every_claim(stored_run):
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     for claim in STUDY.claims:
         assert f"`{claim.name}`" in text
-        assert claim.judge(quick_run, "quick")["verdict"] == "holds"
+        assert claim.judge(stored_run, "paper")["verdict"] == "holds"
 
 
-def test_the_deviation_states_the_smallest_changes_of_the_quick_run(quick_run):
-    text = " ".join((PAGE.parent / "deviations.md").read_text(encoding="utf-8").split())
-    causal, encoded = (float(cells(quick_run, group).min()) for group in ("none, causal, 2 or 4", "any encoding"))
-    assert (
-        f"are {causal:.2f} with a causal mask and {encoded:.2f} with an encoding (preset `quick`, five seeds)" in text
-    )
+def test_the_page_states_where_rounding_is_large(stored_run):
+    largest = stored_run.largest.sel(positions="none", mask="full")
+    assert float((largest < 1e-14).mean()) > 0.8
+    amplified = largest.sel(layers=4, residual="off", norm="none")
+    assert float(amplified.median()) == pytest.approx(1e-11, rel=0.5)
+    assert float(amplified.min()) > 10 * float(largest.where(largest != amplified).max())
+    spread = stored_run.spread.sel(positions="none", mask="full", layers=4, residual="off").mean("seed")
+    fall = math.log10(float(spread.sel(norm="pre") / spread.sel(norm="none")))
+    assert round(fall) == 4
