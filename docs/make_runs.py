@@ -59,7 +59,6 @@ to weights is, in a Transformer, one about value vectors and not about the MLP, 
 block breaks it ([docs/value-path.md](docs/value-path.md))."""
 START, END = "<!-- findings: written by make runs-page -->", "<!-- end of findings -->"
 NOT_STORED = {
-    "bounce-control": "its run with the clamped arm is still to be made, about 730 s on an NVIDIA H200",
     "pretrained": "needs checkpoints of OPT and Pythia from the hub",
 }
 # Fields that configs have got since a run was stored, with the value for what was computed then.

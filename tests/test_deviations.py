@@ -9,7 +9,8 @@ from joma.studies.hierarchy import layer_entropy
 from joma.studies.related import rank_collapse_measures
 from joma.studies.related.icl_regression_measures import is_behind
 from joma.studies.symmetry import addition_measures
-from joma.studies.text import entropy_text, published_curves
+from joma.studies.text import bounce_control, entropy_text, published_curves
+from joma.studies.text.entropy_bounce import SIGNIFICANCE
 from joma.studies.theorems import flow_comparison, invariance, real_units, winner_measures
 from joma.studies.theorems.ladder_measures import arrived, arrived_cases, came_back, fall
 from joma.study import mean_interval
@@ -155,6 +156,20 @@ def said_of_activation_control():
     yield f"by {recovery['relu']} with ReLU, {recovery['gelu']} with GELU and {recovery['silu']} with SiLU"
     yield f"by {stored.mean('apart', 3)} of the start more than the linear one"
     yield f"with an interval of {stored.interval('apart')} over seeds"
+
+
+def said_of_bounce_control():
+    stored = Stored("bounce-control")
+    run = stored.run
+    left = [100 * stored.measured[f"clamp-{depth}"]["mean"] for depth in (1, 2, 5)]
+    words = "of the recovery are left with one layer, {1:.0f} % with two and {2:.0f} % with five".format(*left)
+    yield f"({run.sizes['seed']} seeds, {int(run.step[-1])} steps) {left[0]:.0f} % {words}"
+    gap = {depth: (stored.mean(f"clamped-{depth}", 4), stored.interval(f"clamped-{depth}", 4)) for depth in (1, 2, 5)}
+    yield f"by {gap[1][0]} nats with one layer (95 % interval {gap[1][1]}) and by {gap[5][0]} with five ({gap[5][1]})"
+    yield f"with two layers by {gap[2][0]} ({gap[2][1]}), which does not decide"
+    recovery = [float(bounce_control.recovery(run, depth, "free").mean()) for depth in (1, 2, 5)]
+    clear = [sum(p <= SIGNIFICANCE for p in stored.measured[f"bounce-{depth}"]["values"]) for depth in (1, 2, 5)]
+    yield f"{listed(recovery)} nats, and clearer than noise in {listed(clear, 0)} of the {run.sizes['seed']} seeds"
 
 
 def said_of_bounce_cause():
@@ -430,6 +445,7 @@ SENTENCES = (
     said_of_addition,
     said_of_position_emergence,
     said_of_activation_control,
+    said_of_bounce_control,
     said_of_bounce_cause,
     said_of_ladder,
     said_of_invariant_text,
