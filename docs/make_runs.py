@@ -54,7 +54,8 @@ QUESTION = """JoMA credits the nonlinear activation: with a linear one the winne
 Where the loss reaches its least value, and the attention there is unique, entropy ends at that of this optimum, with
 linear units too; it has bounced if it went below on the way ([docs/ladder.md](docs/ladder.md) has the proofs, for
 linear units). This holds for one-layer models: two layers that learn addition come back although their loss has no
-minimum ([docs/related/panorama.md](docs/related/panorama.md)). The law that ties attention
+minimum ([docs/related/panorama.md](docs/related/panorama.md)). For text we changed a language model in 24 ways, and
+show what is left of attention's return ([docs/bounce-cause.md](docs/bounce-cause.md)). The law that ties attention
 to weights is, in a Transformer, one about value vectors and not about the MLP, and what language models add to the
 block breaks it ([docs/value-path.md](docs/value-path.md))."""
 START, END = "<!-- findings: written by make runs-page -->", "<!-- end of findings -->"
