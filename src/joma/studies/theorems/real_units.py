@@ -22,6 +22,7 @@ from joma.drawing import activation_name
 from joma.models.block import ACTIVATIONS, ATTENTIONS, Block, BlockConfig
 from joma.probes.entropy import shannon_entropy
 from joma.studies import entropy_return
+from joma.studies.surprisal import cross_entropy_by_row
 from joma.study import Arms, Claim, Context, above, at_most
 from joma.train import Optimiser, Record
 
@@ -85,8 +86,7 @@ def train(config: UnitsConfig, context: Context) -> xr.Dataset:
 
     def loss(model: Block, _step: Tensor) -> Tensor:
         """Cross entropy: sample i is class i, and hidden unit k is the logit of class k."""
-        h = model(x)
-        return (h.logsumexp(dim=-1) - h.diagonal(dim1=-2, dim2=-1)).mean(dim=-1)
+        return cross_entropy_by_row(model(x))
 
     def measure(model: Block, _step: int) -> dict[str, Tensor]:
         everything, b = torch.ones_like(x[:, :1]), model.attend(x)
