@@ -21,6 +21,7 @@ from joma.arguments import (
     distinct,
     flag,
     in_range,
+    increasing,
     instance,
     positive,
     probabilities,
@@ -226,3 +227,24 @@ def test_classes_and_results_are_checked():
     in_range("v", np.ones(2))
     with pytest.raises(InputError, match="`v` must be such that the result is a finite number"):
         in_range("v", np.array([np.nan]))
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        ([0.0, 1.0, 1.0], "1 after 1"),
+        ([3.0, 2.0, 5.0, 4.0], "2 after 3"),
+        ([[0.0, 1.0]], r"shape \(1, 2\)"),
+        ([-1.0, 1.0], "at least 0"),
+    ],
+)
+def test_rows_that_do_not_increase_are_refused_with_the_place(value, got):
+    with pytest.raises(InputError, match=got):
+        increasing("times", value)
+
+
+@given(values=st.sets(st.floats(0, 1e300), min_size=1, max_size=9))
+def test_sorted_different_numbers_increase(values):
+    row = sorted(values)
+    assert increasing("times", row).tolist() == row
+    assert increasing("times", row[0]).tolist() == row[:1]

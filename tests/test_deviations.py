@@ -5,6 +5,7 @@ import pytest
 
 from joma.data.addition import ceiling
 from joma.runs import open_run, read_claims
+from joma.studies.entropy_return import fall, recovery
 from joma.studies.hierarchy import layer_entropy
 from joma.studies.related import rank_collapse_measures
 from joma.studies.related.icl_regression_measures import is_behind
@@ -12,7 +13,7 @@ from joma.studies.symmetry import addition_measures
 from joma.studies.text import bounce_control, entropy_text, published_curves
 from joma.studies.text.entropy_bounce import SIGNIFICANCE
 from joma.studies.theorems import flow_comparison, invariance, real_units, winner_measures
-from joma.studies.theorems.ladder_measures import arrived, arrived_cases, came_back, fall
+from joma.studies.theorems.ladder_measures import arrived, arrived_cases, came_back
 from joma.study import mean_interval
 from test_docs import ROOT, RUNS
 
@@ -207,7 +208,7 @@ def said_of_bounce_cause():
 def said_of_ladder():
     stored = Stored("ladder")
     run, measured = stored.run, stored.measured
-    depth = fall(run.entropy.sel(activation="linear", world="overlap"))
+    depth = fall(run.entropy.sel(activation="linear", world="overlap"), "time")
     low, high = (f"{100 * float(bound):.0f}" for bound in (depth.min(), depth.max()))
     yield f"in {run.sizes['seed']} of {run.sizes['seed']} seeds entropy falls, by {low} to {high} % of ln M"
     yield f"regains {100 * measured['full-bounce']['min']:.1f} % or more of its fall"
@@ -299,7 +300,7 @@ def said_of_critical_points():
     yield f"for {overlapping} of the life, or {disjoint} with disjoint centres"
     assert stored.measured["folded"]["max"] == pytest.approx(1e-8, rel=0.1)
     yield "is exact: 1e-8, the integrator's error"
-    plain = float(flow_comparison.recovery("plain", "near")(run).max())
+    plain = float(flow_comparison.largest_rise("plain", "near")(run).max())
     yield f"tanh regains {stored.range('bounce-near', 3)} nats, without weight decay at most {plain:.3f}"
 
 
@@ -369,11 +370,11 @@ def said_of_entropy_text():
     ours = entropy_text.text_entropy(run, 10).mean(("head", "seed")).sel(step=1_000)
     theirs = published_curves.published_entropy(10).mean("seed").sel(step=1_000)
     yield f"the mean of ours is {float(abs(ours - theirs).mean()):.2f} nats from the published entropies with copies"
-    authors = published_curves.recovery(published_curves.published_entropy(1).isel(layer=0))
+    authors = recovery(published_curves.published_entropy(1).isel(layer=0), "step")
     window = entropy_text.one_layer_recovery(run, "window")
     yield f"with one layer by {span(window)} nats in their window, against {span(authors)}"
-    first = published_curves.recovery(published_curves.published_entropy(5).isel(layer=0))
-    most = published_curves.recovery(entropy_text.text_entropy(run, 5).isel(layer=0).mean("head")).max()
+    first = recovery(published_curves.published_entropy(5).isel(layer=0), "step")
+    most = recovery(entropy_text.text_entropy(run, 5).isel(layer=0).mean("head"), "step").max()
     yield f"their first one recovers by {span(first)}, ours by {float(most):.3f} at most"
     scatter = np.array([loss_scatter(run, depth) for depth in (1, 2, 5, 10)])
     yield f"by {span(scatter, 3)} nats (standard deviation after step 6,000"

@@ -8,11 +8,14 @@ import textwrap
 import threading
 from contextlib import suppress
 
+import jaxtyping
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from joma import files
+from joma.arguments import InputError
+from joma.data.text import corpus
 from joma.files import (
     DamagedFile,
     FolderLocked,
@@ -31,6 +34,12 @@ from joma.files import (
     write_text,
     write_whole,
 )
+from joma.runs import open_run
+from joma.study import execute, judge
+from joma.study.shards import shard_of
+from joma.sweeps import open_sweep
+from joma.transport import pack, unpack
+from toy_study import STUDY as TOY
 
 
 def refuse(number):
@@ -412,3 +421,24 @@ def test_a_temporary_file_that_the_file_system_denies_is_not_left(tmp_path, monk
     monkeypatch.setattr(files.os.path, "exists", lambda path: answers.pop() if answers else exists(path))
     write_text(tmp_path / "a.txt", "new")
     assert os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("value", [None, 3, b"runs", ["runs"]])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("path", open_run),
+        ("path", open_sweep),
+        ("path", pack),
+        ("path", lambda value: unpack({}, value)),
+        ("path", lambda value: judge(TOY, value)),
+        ("out", lambda value: execute(TOY, out=value)),
+        ("out", lambda value: shard_of(TOY, [0], of=2, out=value)),
+        ("cache", lambda value: corpus(cache=value or 3.0)),
+    ],
+)
+def test_what_is_no_path_is_refused_by_the_name_of_the_argument(name, call, value, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside the tests
+    with pytest.raises(InputError, match="must be the path of a file or folder") as refusal:
+        call(value)
+    assert refusal.value.name == name

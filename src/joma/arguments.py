@@ -248,8 +248,7 @@ def probabilities(name: str, value: Any, *, axis: int = -1, ndim: int | None = N
     joma.arguments.InputError: `p0` must sum to 1, got 1.1; divide it by its sum.
     """
     array = real(name, value, low=0.0, ndim=ndim)
-    if array.ndim == 0:
-        raise InputError(name, "at least 1-dimensional", "one number", "give one probability for each case")
+    check_last_axis(name, array, "give one probability for each case")
     with np.errstate(over="ignore"):
         sums = array.sum(axis=axis)
     if np.abs(sums - 1).max() > 1e-9:
@@ -287,6 +286,22 @@ def _whole_number(name: str, value: Any, bounds: str) -> int:
     return int(number)
 
 
+def whole_numbers(
+    name: str, value: Any, *, ndim: int | None = None, low: float = -np.inf, high: float = np.inf
+) -> np.ndarray:
+    """Return `value` as a float64 array of whole numbers in [low, high], or raise `InputError`.
+
+    >>> whole_numbers("keys", [2, 2.5], low=1)
+    Traceback (most recent call last):
+    joma.arguments.InputError: `keys` must be whole numbers, got 2.5; round them first.
+    """
+    array = real(name, value, ndim=ndim, low=low, high=high)
+    fractions = array[array != np.rint(array)]
+    if fractions.size:
+        raise InputError(name, "whole numbers", f"{fractions[0]:.6g}", "round them first")
+    return array
+
+
 def whole_array(name: str, value: Any, *, ndim: int, low: int, high: int) -> np.ndarray:
     """Return `value` as an int64 array of whole numbers in [low, high], or raise `InputError`.
 
@@ -294,11 +309,33 @@ def whole_array(name: str, value: Any, *, ndim: int, low: int, high: int) -> np.
     array([[2, 0],
            [1, 1]])
     """
-    array = real(name, value, ndim=ndim, low=low, high=high)
-    fractions = array[array != np.rint(array)]
-    if fractions.size:
-        raise InputError(name, "whole numbers", f"{fractions[0]:.6g}", "round them first")
-    return array.astype(np.int64)
+    return whole_numbers(name, value, ndim=ndim, low=low, high=high).astype(np.int64)
+
+
+def increasing(name: str, value: Any, *, low: float = 0.0) -> np.ndarray:
+    """Return `value` as one row of numbers, each above the one before it and the first at least `low`.
+
+    >>> increasing("times", [0, 2, 1])
+    Traceback (most recent call last):
+    joma.arguments.InputError: `times` must be one increasing row, got 1 after 2; sort them and drop repetitions.
+    """
+    row = np.atleast_1d(real(name, value, low=low))
+    falls = np.flatnonzero(row[1:] <= row[:-1]) if row.ndim == 1 else []
+    if row.ndim != 1 or len(falls):
+        got = f"shape {row.shape}" if row.ndim != 1 else f"{row[falls[0] + 1]:.6g} after {row[falls[0]]:.6g}"
+        raise InputError(name, "one increasing row", got, "sort them and drop repetitions")
+    return row
+
+
+def check_last_axis(name: str, array: np.ndarray, remedy: str) -> None:
+    """Raise `InputError` if an array is a single number, which has no last axis.
+
+    >>> check_last_axis("logits", np.array(2.0), "put the keys on the last axis")
+    Traceback (most recent call last):
+    joma.arguments.InputError: `logits` must be at least 1-dimensional, got one number; put the keys on the last axis.
+    """
+    if array.ndim == 0:
+        raise InputError(name, "at least 1-dimensional", "one number", remedy)
 
 
 def described(value: Any) -> str:

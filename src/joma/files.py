@@ -19,6 +19,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from joma.arguments import InputError, described
+
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space is left on the disk, in the quota or in the file
 MODE = 0o644  # of every file that is written: a temporary file starts as 0o600, which nobody else could read
 MAX_JSON = 1 << 28  # bytes; the largest file of ours has some thousands of them
@@ -278,6 +280,20 @@ def parse_json(path: Path, content: bytes) -> Any:
     except (ValueError, RecursionError) as cause:
         reason = "it is nested too deeply" if isinstance(cause, RecursionError) else cause
         raise StorageError(f"{path} is not valid JSON ({reason}); delete its folder to run it again.") from None
+
+
+def as_path(name: str, value: Any) -> Path:
+    """Return the path that a user gave as text or as a path, or raise `InputError` by the argument's name.
+
+    >>> as_path("out", None)
+    Traceback (most recent call last):
+    joma.arguments.InputError: `out` must be the path of a file or folder, got None; give text or a `pathlib.Path`.
+    """
+    try:
+        return Path(value)
+    except TypeError:
+        expected, remedy = "the path of a file or folder", "give text or a `pathlib.Path`"
+        raise InputError(name, expected, described(value), remedy) from None
 
 
 def exists(path: Path) -> bool:

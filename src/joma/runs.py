@@ -24,6 +24,7 @@ from joma.arguments import InputError, short_reason
 from joma.files import (
     DamagedFile,
     StorageError,
+    as_path,
     checksum_file,
     exists,
     file_size,
@@ -356,7 +357,7 @@ def open_run(path: str | Path, *, check: bool = True) -> xr.Dataset:
         The Dataset with dims among `seed, step, time, layer, head, token, …`; attributes are strings, the config is
         one JSON string.
     """
-    path = Path(path)
+    path = as_path("path", path)
     file = path / TRAJECTORY if is_folder(path) else path
     if not exists(file) and not exists(file.parent / MANIFEST):
         runs = sorted(str(file.parent) for file in path.glob(f"**/{TRAJECTORY}")) if is_folder(path) else []
@@ -464,8 +465,7 @@ def find_runs(out: Path, depth: int = 2) -> list[Path]:
     if it is itself a run. Damaged runs are among them, and folders that may not be read, so that their readers can name
     them; probed models are not.
     """
-    runs = [path for path in _folders(out, depth) if _is_run(path)]
-    return sorted(runs, key=lambda path: (path.parent.name, _modified(path)))
+    return sorted(filter(_is_run, _folders(out, depth)), key=lambda path: (path.parent.name, _modified(path)))
 
 
 def _folders(out: Path, depth: int) -> list[Path]:

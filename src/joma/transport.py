@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from joma.files import DamagedFile, StorageError, exists, lock, open_file, read_error, remove, write_bytes
+from joma.files import DamagedFile, StorageError, as_path, exists, lock, open_file, read_error, remove, write_bytes
 from joma.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 
 LOG = "log.txt"  # the only file that travels and is not listed: nothing reads it
@@ -28,7 +28,7 @@ def pack(path: Path | str) -> dict[str, bytes]:
         DamagedFile: a listed file is missing or altered.
         StorageError: the folder has no manifest, as its work is not finished.
     """
-    path = Path(path)
+    path = as_path("path", path)
     manifest = read_manifest(path)
     if manifest is None:
         raise StorageError(f"{path} has no {MANIFEST}: nothing in it is finished; complete it before it is sent.")
@@ -59,7 +59,7 @@ def unpack(files: Mapping[str, bytes], path: Path | str) -> bool:
         FolderLocked: another process works in the folder.
         StorageError: the folder holds other work.
     """
-    path = Path(path)
+    path = as_path("path", path)
     if MANIFEST not in files:
         raise DamagedFile(path / MANIFEST, "did not arrive", REMEDY)
     manifest = parse_manifest(path, files[MANIFEST], remedy=REMEDY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -10,7 +11,18 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from joma.arguments import InputError
-from joma.theory.block_parts import embedding_columns, layer_norm, layer_norm_backward, pack, query_indices, unpack
+from joma.theory.block_flow import block
+from joma.theory.block_parts import (
+    WeightedSamples,
+    embedding_columns,
+    layer_norm,
+    layer_norm_backward,
+    pack,
+    query_indices,
+    unpack,
+)
+from joma.theory.losses import constant
+from joma.theory.value_flow import value_block
 
 
 @given(seed=st.integers(0, 2**32 - 1), scale=st.floats(1e-3, 1e3))
@@ -47,3 +59,25 @@ def test_embeddings_are_split_into_tokens_and_queries():
 def test_bad_queries_are_named(query):
     with pytest.raises(InputError, match="`query`"):
         query_indices(query, samples=2)
+
+
+def test_both_flows_are_set_up_on_the_same_samples():
+    x, weight = [[0.5, 0.5], [0.2, 0.8]], [0.25, 0.75]
+    given = {"x": x, "query": [0, 1], "weight": weight}
+    one = block("softmax", "tanh", constant(1.0), **given)
+    other = value_block("softmax", "tanh", constant(1.0), **given)
+    for name in WeightedSamples._fields[2:]:
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    np.testing.assert_array_equal(one.weight, weight)
+    np.testing.assert_array_equal(value_block("softmax", "tanh", constant(1.0), x).weight, [0.5, 0.5])
+
+
+@pytest.mark.parametrize("set_up", [block, value_block])
+def test_both_flows_refuse_the_same_samples(set_up, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside the tests
+    with pytest.raises(InputError, match="`gradient` must be a function of the outputs, got 3"):
+        set_up("softmax", "tanh", 3, [[1.0]])
+    with pytest.raises(InputError, match="`x` must be positive somewhere in every sample"):
+        set_up("softmax", "tanh", constant(1.0), [[1.0], [0.0]])
+    with pytest.raises(InputError, match="`attention` must be one of"):
+        set_up("sofmax", "tanh", constant(1.0), [[1.0]])

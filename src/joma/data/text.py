@@ -32,7 +32,7 @@ from torch import Tensor
 
 from joma.arguments import InputError, choice, whole
 from joma.data.sources import EMBEDDED, SPLITS, Chunk, Source, chunks, find
-from joma.files import StorageError, parse_json, remove_leftovers, write_json, write_whole
+from joma.files import StorageError, as_path, parse_json, remove_leftovers, write_json, write_whole
 from joma.manifest import read_manifest, write_manifest
 from joma.progress import SILENT, Progress, Task
 
@@ -202,7 +202,8 @@ def corpus(
     (('<unk>', '.'), dtype('uint16'), 0)
     """
     choice("tokeniser", tokeniser, TOKENISERS)
-    root = Path(os.path.expanduser(cache or os.environ.get("JOMA_CACHE") or user_cache_dir("joma")))
+    home = as_path("cache", cache or os.environ.get("JOMA_CACHE") or user_cache_dir("joma"))
+    root = Path(os.path.expanduser(home))
     with _cache_errors(root):
         text = find(source, cache=root, progress=progress)
         digest = hashlib.sha256(f"{tokeniser} {text.digest}".encode()).hexdigest()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from joma import memory
@@ -22,6 +23,8 @@ from joma.kernels.gelu import gelu
 from joma.models.initialisation import COPIES
 from joma.noise import check_generators
 from joma.tensors import as_floating
+
+EMBEDDINGS_REMEDY = "give one column for each token, then each query"
 
 
 def _linear(z: Tensor, x: Tensor) -> Tensor:
@@ -178,10 +181,7 @@ class Block(StoredAttention):
         self.config, self.attention = config, ATTENTIONS[config.attention]
         self.activation = ACTIVATIONS[config.activation]
         tokens, hidden, queries, scale = int(config.tokens), int(config.hidden), int(config.queries), config.scale
-        if embeddings is not None:
-            remedy = "give one column for each token, then each query"
-            embeddings = as_floating("embeddings", embeddings, expected="floating [dim, column]", remedy=remedy)
-        dim = int(config.dim or tokens + queries) if embeddings is None or not embeddings.ndim else len(embeddings)
+        embeddings, dim = given_embeddings(embeddings, config.dim, tokens + queries)
         numbers = dim * (tokens + queries) + COPIES * len(generators) * (dim * hidden + queries * tokens)
         memory.check("config", numbers * dtype.itemsize, "choose fewer tokens, hidden units or seeds")
         columns = embedding_columns(embeddings, config.dim, tokens + queries).to(dtype)
@@ -238,6 +238,15 @@ def check_contexts(x: Tensor, query: Tensor | None, z: Float[Tensor, "seed query
         raise InputError("query", "[sample] or [seed, sample]", got, "give one index for each sample")
 
 
+def given_embeddings(embeddings: ArrayLike | Tensor | None, dim: int | None, columns: int) -> tuple[Tensor | None, int]:
+    """Return the embeddings as a tensor, if any are given, and the dimension that they or the config have."""
+    if embeddings is None:
+        return None, int(dim or columns)
+    expected = "floating [dim, column]"
+    tensor = as_floating("embeddings", embeddings, expected=expected, remedy=EMBEDDINGS_REMEDY)
+    return tensor, len(tensor) if tensor.ndim else int(dim or columns)
+
+
 def embedding_columns(embeddings: Tensor | None, dim: int | None, columns: int) -> Tensor:
     """Return the embeddings as columns: those that are given, or else columns of the identity."""
     if embeddings is None:
@@ -248,8 +257,7 @@ def embedding_columns(embeddings: Tensor | None, dim: int | None, columns: int) 
         return torch.eye(dim, columns, dtype=torch.float64)
     if embeddings.ndim != 2 or embeddings.shape[1] != columns or dim not in (None, len(embeddings)):
         expected = f"of shape ({'dim' if dim is None else dim}, {columns})"
-        remedy = "give one column for each token, then each query"
-        raise InputError("embeddings", expected, tuple(embeddings.shape), remedy)
+        raise InputError("embeddings", expected, tuple(embeddings.shape), EMBEDDINGS_REMEDY)
     return embeddings
 
 

@@ -21,11 +21,17 @@ from torch import Tensor, nn
 
 from joma import memory
 from joma.arguments import InputError, described, instance
-from joma.models.block import ACTIVATIONS, ATTENTIONS, StoredAttention, check_contexts, embedding_columns
+from joma.models.block import (
+    ACTIVATIONS,
+    ATTENTIONS,
+    StoredAttention,
+    check_contexts,
+    embedding_columns,
+    given_embeddings,
+)
 from joma.models.initialisation import COPIES
 from joma.models.one_layer_config import OneLayerConfig
 from joma.noise import check_generators
-from joma.tensors import as_floating
 
 PARAMETERS = ("w", "z", "W_Q", "W_K", "W_V", "W_O", "upper", "head")  # each has its own random stream, in this order
 
@@ -79,10 +85,7 @@ class OneLayer(StoredAttention):
         instance("config", config, OneLayerConfig, "pass `OneLayerConfig(tokens=..., outputs=...)`")
         self.config = config
         self.attention, self.activation = ATTENTIONS[config.attention], ACTIVATIONS[config.activation]
-        if embeddings is not None:
-            remedy = "give one column for each token, then each query"
-            embeddings = as_floating("embeddings", embeddings, expected="floating [dim, column]", remedy=remedy)
-        dim = (config.dim or config.columns) if embeddings is None or not embeddings.ndim else len(embeddings)
+        embeddings, dim = given_embeddings(embeddings, config.dim, config.columns)
         shapes = config.shapes(dim)
         numbers = dim * config.columns + sum(math.prod(shape) for shape in shapes.values())
         needed = COPIES * len(generators) * numbers * dtype.itemsize

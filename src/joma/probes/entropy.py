@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from joma.arguments import InputError, flag
+from joma.kernels.entropy_scores import entropy_of
 from joma.probes.attention_call import AttentionCall, names_as_given, one_name
 from joma.probes.states import floating
 from joma.probes.summary import summary_rows
@@ -43,7 +44,7 @@ def shannon_entropy(p: ArrayLike | Tensor, dim: int = -1, *, check: bool = True)
     dim = axis("dim", dim, p)
     if flag("check", check):
         _check_sums(p, dim)
-    return torch.special.entr(p).sum(dim=dim)
+    return entropy_of(p, dim)
 
 
 def _check_sums(p: Tensor, dim: int) -> None:

@@ -22,7 +22,7 @@ import xarray as xr
 
 from joma import memory
 from joma.arguments import MAX_WHOLE, InputError, choice, plain_text, short_reason, whole
-from joma.files import StorageError, exists, list_folder, lock, remove_leftovers
+from joma.files import StorageError, as_path, exists, list_folder, lock, remove_leftovers
 from joma.progress import SILENT, Progress
 from joma.runs import (
     HIGHLIGHT,
@@ -178,7 +178,7 @@ def execute(
     chosen = choice("preset", preset, study.presets)
     config = chosen.config if config is None else config
     count = chosen.seeds if seeds is None else whole("seeds", seeds, high=MAX_SEEDS)
-    run = planned_run(study, config, seeds=count, out=Path(out))
+    run = planned_run(study, config, seeds=count, out=as_path("out", out))
 
     def train() -> None:
         context = Context(tuple(run.seeds), device, progress, run.path / "checkpoints", run.label)
@@ -250,7 +250,7 @@ def judge(study: Study, path: Path | str) -> Outcome:
 
     A run of another version of the study is refused: its trajectory is not what the claims are about.
     """
-    path = Path(path)
+    path = as_path("path", path)
     if not exists(path):
         raise StorageError(f"no run at {path}; give the folder of a run, `OUT/<study>/<hash>`.")
     with lock(path):

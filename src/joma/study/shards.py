@@ -35,7 +35,7 @@ import numpy as np
 import xarray as xr
 
 from joma.arguments import InputError, choice, whole
-from joma.files import DamagedFile, StorageError
+from joma.files import DamagedFile, StorageError, as_path
 from joma.manifest import read_manifest
 from joma.progress import SILENT, Progress
 from joma.runs import CONFIG, OF_SEEDS, SHARDS, Run, check_run
@@ -142,7 +142,7 @@ def shard_of(
     seeds, of = tuple(seeds), whole("of", of, high=MAX_SEEDS)
     if not seeds or seeds != tuple(range(seeds[0], seeds[-1] + 1)) or seeds[0] < 0 or seeds[-1] >= of:
         raise InputError("seeds", f"consecutive seeds from 0 to {of - 1}", seeds, SPLIT_REMEDY)
-    run = planned_run(study, chosen.config if config is None else config, seeds=of, out=Path(out))
+    run = planned_run(study, chosen.config if config is None else config, seeds=of, out=as_path("out", out))
     return Shard(run.out, run.study, run.version, run.config, seeds, of)
 
 

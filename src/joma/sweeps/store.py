@@ -18,6 +18,7 @@ from joma.arguments import InputError, short_reason
 from joma.files import (
     DamagedFile,
     StorageError,
+    as_path,
     exists,
     is_folder,
     list_folder,
@@ -192,7 +193,7 @@ def read_sweep(path: str | Path) -> Sweep:
     Args:
         path: the folder of the sweep, `OUT/sweeps/<study>/<hash>`.
     """
-    path = Path(path).absolute()
+    path = as_path("path", path).absolute()
     if not exists(path / SWEEP):
         sweeps = ", ".join(map(str, find_sweeps(path)))
         hint = f"sweeps below it: {sweeps}" if sweeps else "give the folder of a sweep, `OUT/sweeps/<study>/<hash>`"

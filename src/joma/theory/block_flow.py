@@ -20,11 +20,11 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, choice, described, flag, instance, probabilities, real, scalar
+from joma.arguments import InputError, flag, instance, probabilities, real, scalar
 from joma.theory.activations import Activation, named, smoothed
-from joma.theory.block_parts import embedding_columns, layer_norm, layer_norm_backward, pack, query_indices, unpack
+from joma.theory.block_parts import layer_norm, layer_norm_backward, pack, unpack, weighted_samples
 from joma.theory.integration import DEFAULT_SOLVER, Solution, Solver, Times, integrate
-from joma.theory.invariants import ATTENTIONS, AttentionLaw, Ledger, ledger_rates, predict, reference
+from joma.theory.invariants import AttentionLaw, Ledger, ledger_rates, predict
 from joma.theory.losses import Gradient
 
 Samples = Float[np.ndarray, "sample token"]
@@ -340,30 +340,15 @@ def block(
     """
     instance("training", training, Training, "pass `Training(rate_w=...)`")
     instance("architecture", architecture, Architecture, "pass `Architecture(temperature=...)`")
-    if not callable(gradient):
-        raise InputError("gradient", "a function from h to g", described(gradient), "pass one of `joma.theory.losses`")
-    law, frequency = choice("attention", attention, ATTENTIONS), real("x", x, ndim=2, low=0.0)
-    if law.normalised and not (frequency.sum(axis=1) > 0).all():
-        raise InputError("x", "positive somewhere in every sample", "a row of zeros", "drop empty contexts")
-    queries, phi = query_indices(query, len(frequency)), named(activation)
-    context, query_embedding = embedding_columns(architecture.embedding, frequency.shape[1], queries)
-    b_ref = reference(frequency, weight)
-    samples = len(frequency)
-    skip = architecture.skip
+    samples = weighted_samples(attention, gradient, x, query=query, weight=weight, embedding=architecture.embedding)
+    phi, skip = named(activation), architecture.skip
     return BlockFlow(
-        attention=law,
+        **samples._asdict(),
         activation=smoothed(phi, architecture.kink_width),
-        gradient=gradient,
-        x=frequency,
-        query=queries,
-        weight=np.full(samples, 1 / samples) if weight is None else probabilities("weight", weight),
-        context=context,
-        query_embedding=query_embedding,
         temperature=scalar("temperature", architecture.temperature, above=0.0),
         residual=flag("residual", architecture.residual),
         layer_norm=flag("layer_norm", architecture.layer_norm),
         skip=None if skip is None else real("skip", skip, ndim=2),
         training=training,
-        b_ref=b_ref,
         method="DOP853" if phi.smooth else "LSODA",
     )

@@ -1,15 +1,18 @@
-"""What the flows of the theory's blocks share: checked queries and embeddings, LayerNorm, packed states."""
+"""What the flows of the theory's blocks share: checked samples, queries and embeddings, LayerNorm, packed states."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, check_size, described, real
+from joma.arguments import InputError, check_size, choice, described, probabilities, real
+from joma.theory.invariants import ATTENTIONS, AttentionLaw, reference
+from joma.theory.losses import Gradient
 
 LAYER_NORM_EPSILON = 1e-5  # PyTorch's default
 
@@ -39,6 +42,43 @@ def embedding_columns(embedding: ArrayLike | None, tokens: int, query: np.ndarra
         remedy = "give a column for each token, then one for each query"
         raise InputError("embedding", f"of at least {columns} columns", f"shape {u.shape}", remedy)
     return u[:, :tokens], u[:, tokens:]
+
+
+class WeightedSamples(NamedTuple):
+    """What a block is trained on, checked: the attention, the loss, and the samples with their weights."""
+
+    attention: AttentionLaw
+    gradient: Gradient
+    x: Float[np.ndarray, "sample token"]
+    query: Int[np.ndarray, " sample"]
+    weight: Float[np.ndarray, " sample"]
+    context: Float[np.ndarray, "dim token"]
+    query_embedding: Float[np.ndarray, "dim query"]
+    b_ref: Float[np.ndarray, " token"]
+
+
+def weighted_samples(
+    attention: str,
+    gradient: Gradient,
+    x: ArrayLike,
+    *,
+    query: ArrayLike,
+    weight: ArrayLike | None,
+    embedding: ArrayLike | None,
+) -> WeightedSamples:
+    """Return the checked samples of a flow; the arguments are those of `block_flow.block`."""
+    if not callable(gradient):
+        expected, remedy = "a function of the outputs", "pass one of `joma.theory.losses`"
+        raise InputError("gradient", expected, described(gradient), remedy)
+    law, frequency = choice("attention", attention, ATTENTIONS), real("x", x, ndim=2, low=0.0)
+    if law.normalised and not (frequency.sum(axis=1) > 0).all():
+        raise InputError("x", "positive somewhere in every sample", "a row of zeros", "drop empty contexts")
+    samples = len(frequency)
+    queries = query_indices(query, samples)
+    context, query_embedding = embedding_columns(embedding, frequency.shape[1], queries)
+    b_ref = reference(frequency, weight)
+    weights = np.full(samples, 1 / samples) if weight is None else probabilities("weight", weight)
+    return WeightedSamples(law, gradient, frequency, queries, weights, context, query_embedding, b_ref)
 
 
 def layer_norm(f: Embedded) -> tuple[Embedded, Deviation]:

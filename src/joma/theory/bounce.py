@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import root_scalar
 from scipy.special import softmax
 
-from joma.arguments import InputError, flag
+from joma.arguments import check_last_axis, flag
 from joma.theory import inversion
 from joma.theory.growth import attention_entropy
 from joma.theory.inversion import Table
@@ -101,8 +101,7 @@ def _rows(mu: ArrayLike, v0: ArrayLike, temperature: float) -> tuple[np.ndarray,
     """Return the scaled centres and starts, broadcast to one shape with at least one axis."""
     factor = inversion.stretch(temperature)
     centre, start = inversion.components(mu, v0, factor, largest=inversion.LARGEST_NORMALISED)
-    if centre.ndim == 0:
-        raise InputError("mu", "at least 1-dimensional", "shape ()", "put the tokens on the last axis")
+    check_last_axis("mu", centre, "put the tokens on the last axis")
     return centre, start
 
 

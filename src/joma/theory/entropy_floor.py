@@ -17,7 +17,8 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
-from joma.arguments import InputError, broadcast, in_range, real, whole
+from joma.arguments import InputError, broadcast, check_last_axis, in_range, real, whole, whole_numbers
+from joma.theory.entropy import entropy_of_drops
 
 
 def row_floor(logit_norm: ArrayLike, keys: ArrayLike) -> np.ndarray:
@@ -58,7 +59,7 @@ def peak_entropy(logit_norm: ArrayLike, keys: ArrayLike, peaks: ArrayLike) -> np
     array([0.61885458, 1.30746414, 1.8727815 ])
     """
     norm, count = _norm_and_keys(logit_norm, keys)
-    high = _whole("peaks", peaks)
+    high = whole_numbers("peaks", peaks, low=1.0)
     broadcast(logit_norm=norm, keys=count, peaks=high)
     if (high > count).any():
         raise InputError("peaks", "at most `keys`", f"{high.max():g}", "raise fewer logits")
@@ -78,14 +79,9 @@ def softmax_entropy(logits: ArrayLike) -> np.ndarray:
     """
     rows = _rows("logits", logits)
     with np.errstate(over="ignore"):
-        below = rows - rows.max(axis=-1, keepdims=True)
-    in_range("logits", below)
-    with np.errstate(under="ignore"):
-        powers = np.exp(below)
-        mean = (powers * -below).sum(axis=-1) / powers.sum(axis=-1)
-        # log1p of all terms but the largest, so that the entropy of a nearly one-hot row keeps its digits.
-        np.put_along_axis(powers, below.argmax(axis=-1, keepdims=True), 0.0, axis=-1)
-        return np.asarray(np.log1p(powers.sum(axis=-1)) + mean)
+        drop = rows.max(axis=-1, keepdims=True) - rows
+    in_range("logits", drop)
+    return entropy_of_drops(drop)
 
 
 def softmax_entropy_gradient(logits: ArrayLike) -> np.ndarray:
@@ -194,20 +190,12 @@ def _entropy_of_peaks(norm: np.ndarray | np.float64, count: np.ndarray, high: np
 
 
 def _norm_and_keys(norm: ArrayLike, keys: ArrayLike, name: str = "logit_norm") -> tuple[np.ndarray, np.ndarray]:
-    size, count = real(name, norm, low=0.0, finite=False), _whole("keys", keys)
+    size, count = real(name, norm, low=0.0, finite=False), whole_numbers("keys", keys, low=1.0)
     broadcast(**{name: size, "keys": count})
     return size, count
 
 
-def _whole(name: str, value: ArrayLike) -> np.ndarray:
-    number = real(name, value, low=1.0)
-    if (number != np.rint(number)).any():
-        raise InputError(name, "whole numbers", f"{number[number != np.rint(number)].flat[0]:.6g}", "round them first")
-    return number
-
-
 def _rows(name: str, value: ArrayLike) -> Float[np.ndarray, "*batch key"]:
     rows = real(name, value)
-    if rows.ndim == 0:
-        raise InputError(name, "at least 1-dimensional", "shape ()", "put the keys on the last axis")
+    check_last_axis(name, rows, "put the keys on the last axis")
     return rows

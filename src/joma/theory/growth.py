@@ -18,9 +18,12 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 from scipy.special import erfc, erfcinv, erfcx
 
-from joma.arguments import InputError, broadcast, positive, real
+from joma.arguments import InputError, broadcast, check_last_axis, positive, real
 from joma.renaming import old_names
 from joma.theory import inversion
+from joma.theory.entropy import entropy_of_drops
+
+_NO_WEIGHT = 1000.0  # a logit that is so far below the largest has weight 0 in a double
 
 
 @old_names(t="times")
@@ -334,15 +337,10 @@ def attention_entropy(v: ArrayLike, temperature: float = 2.0) -> np.ndarray:
     array([1.6094, 0.862 , 0.6931])
     """
     weights = real("v", v, finite=False)
-    if weights.ndim == 0:
-        raise InputError("v", "at least 1-dimensional", "shape ()", "put the tokens on the last axis")
+    check_last_axis("v", weights, "put the tokens on the last axis")
     size = np.abs(weights)
     top = size.max(axis=-1, keepdims=True)
     half_square = inversion.stretch(temperature) ** 2 / 2
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        logits = np.where(size == top, 0.0, (size - top) * (size + top) * half_square)
-        powers = np.exp(logits)
-        mean = np.where(powers > 0, powers * logits, 0.0).sum(axis=-1) / powers.sum(axis=-1)
-    # log1p of all terms but the largest, so that the entropy of a nearly one-hot row keeps its digits.
-    np.put_along_axis(powers, size.argmax(axis=-1, keepdims=True), 0.0, axis=-1)
-    return np.asarray(np.log1p(powers.sum(axis=-1)) - mean)
+        drop = np.where(size == top, 0.0, (top - size) * (top + size) * half_square)
+    return entropy_of_drops(np.minimum(drop, _NO_WEIGHT))

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 from scipy.special import xlog1py
 
-from joma.arguments import InputError, broadcast, flag, probabilities, real, scalar
+from joma.arguments import InputError, broadcast, flag, probabilities, real, scalar, whole_numbers
 
 ENUMERABLE = 20  # binary nodes: their 2^20 states are a million
 
@@ -96,7 +96,7 @@ def root_cooccurrence(
     >>> root_cooccurrence(3, rho=0.9, p0=[0.5, 0.5], p_l=[0.8, -0.2], p_m=[0.6, 0.0])
     array(0.443...)
     """
-    depth, gap = _whole_numbers("depth", depth, low=1), _gap("rho", rho, low=0.0, complement=complement)
+    depth, gap = whole_numbers("depth", depth, low=1), _gap("rho", rho, low=0.0, complement=complement)
     p0 = probabilities("p0", np.atleast_1d(real("p0", p0)))
     gap_l, gap_m = (
         np.atleast_1d(_gap(name, p, low=-1.0, complement=complement)) for name, p in (("p_l", p_l), ("p_m", p_m))
@@ -241,7 +241,7 @@ def _checked(
 
 
 def _parents(parents: ArrayLike) -> Int[np.ndarray, " node"]:
-    array = _whole_numbers("parents", parents, low=-1, high=2**53).astype(np.int64)
+    array = whole_numbers("parents", parents, low=-1, high=2**53).astype(np.int64)
     if array.ndim != 1 or array.size < 2:
         raise InputError("parents", "one row of at least 2 nodes", f"shape {array.shape}", "give the root and a child")
     if array[0] != -1 or (array[1:] < 0).any() or (array[1:] >= np.arange(1, array.size)).any():
@@ -323,20 +323,12 @@ def _gap(name: str, value: ArrayLike, *, low: float, complement: bool) -> Float[
 
 
 def _heights(height: ArrayLike, depth: ArrayLike) -> tuple[Float[np.ndarray, "*#batch"], Float[np.ndarray, "*#batch"]]:
-    height, depth = _whole_numbers("height", height, low=1), _whole_numbers("depth", depth, low=2)
+    height, depth = whole_numbers("height", height, low=1), whole_numbers("depth", depth, low=2)
     broadcast(height=height, depth=depth)
     if (height > depth - 1).any():
         remedy = "use `root_cooccurrence` for tokens joined only at the root"
         raise InputError("height", "at most `depth` - 1", f"height - depth = {(height - depth).max():g}", remedy)
     return height, depth
-
-
-def _whole_numbers(name: str, value: ArrayLike, *, low: int, high: float = np.inf) -> Float[np.ndarray, "*batch"]:
-    array = real(name, value, low=low, high=high)
-    fractional = array[array != np.rint(array)]
-    if fractional.size:
-        raise InputError(name, "whole numbers", f"{fractional.flat[0]:.6g}", "round it first")
-    return array
 
 
 def _check_classes(

@@ -22,7 +22,17 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, broadcast, check_size, probabilities, real, scalar, sequence, whole
+from joma.arguments import (
+    InputError,
+    broadcast,
+    check_size,
+    probabilities,
+    real,
+    scalar,
+    sequence,
+    whole,
+    whole_numbers,
+)
 
 MAX_ALPHA = 1e100
 MAX_SYMBOLS = 10**4
@@ -384,13 +394,10 @@ def _count(symbols: int) -> int:
 
 
 def _tokens(tokens: ArrayLike, size: int, *, least: int = 1) -> Int[np.ndarray, "*batch position"]:
-    array = real("tokens", tokens, low=0, high=size - 1)
+    array = whole_numbers("tokens", tokens, low=0, high=size - 1)
     if array.ndim == 0 or array.shape[-1] < least:
         got = f"shape {array.shape}"
         raise InputError("tokens", f"[..., position] with at least {least} positions", got, "give whole sequences")
-    fractions = array[array != np.rint(array)]
-    if fractions.size:
-        raise InputError("tokens", "whole numbers", f"{fractions[0]:.6g}", "give the symbols' numbers")
     return array.astype(np.int64)
 
 

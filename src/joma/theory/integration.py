@@ -22,7 +22,18 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 
-from joma.arguments import InputError, check_size, choice, described, real, scalar, short_reason, whole
+from joma.arguments import (
+    InputError,
+    check_size,
+    choice,
+    described,
+    increasing,
+    instance,
+    real,
+    scalar,
+    short_reason,
+    whole,
+)
 
 METHODS = {name: name for name in ("DOP853", "LSODA", "Radau")}
 RESOLUTION = 1e6 * np.finfo(np.float64).eps  # a state whose e-folding time is below this fraction of t has blown up
@@ -137,9 +148,8 @@ def integrate(
     """
     if not callable(rhs):
         raise InputError("rhs", "a function of t and y", described(rhs), "pass a function")
-    if not isinstance(solver, Solver):
-        raise InputError("solver", "a Solver", described(solver), "pass `Solver(method=...)`")
-    start, grid = real("y0", y0), _grid(times)
+    instance("solver", solver, Solver, "pass `Solver(method=...)`")
+    start, grid = real("y0", y0), increasing("times", times)
     check_size("times", (grid.size, start.size))
     if solver.method in ("LSODA", "Radau"):  # they store a Jacobian
         check_size("y0", (start.size, start.size))
@@ -156,13 +166,6 @@ def integrate(
     counted = _CountedRhs(rhs, start.shape, unit, solver.max_evaluations, cost, implicit=implicit)
     reached, states, blow_up = _run(counted, start.ravel(), grid / unit, solver)
     return Solution(reached * unit, states.reshape(-1, *start.shape), blow_up * unit, counted.evaluations)
-
-
-def _grid(times: ArrayLike) -> Grid:
-    grid = np.atleast_1d(real("times", times, low=0.0))
-    if grid.ndim != 1 or (np.diff(grid) <= 0).any():
-        raise InputError("times", "one increasing row", f"shape {grid.shape}", "sort them and drop repetitions")
-    return grid
 
 
 def _time_unit(start: np.ndarray, slope: np.ndarray, grid: Grid) -> float:

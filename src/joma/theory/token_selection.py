@@ -29,7 +29,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 from scipy.special import expit, softmax
 
-from joma.arguments import InputError, in_range, real
+from joma.arguments import InputError, in_range, increasing, real
 from joma.theory.integration import Solver, integrate
 
 # Across its direction the path relaxes at a rate that does not fall with s: over long paths the flow is stiff.
@@ -214,10 +214,7 @@ def _travel(push: _Push, start: np.ndarray, lengths: ArrayLike, solver: Solver) 
         size = np.sqrt(slope @ slope)
         return np.append(slope / size, np.exp(-state[-1] - log_scale - np.log(size)))
 
-    grid = np.atleast_1d(real("lengths", lengths, low=0.0))
-    if grid.ndim != 1 or (np.diff(grid) <= 0).any():
-        raise InputError("lengths", "one increasing row", f"shape {grid.shape}", "sort them and drop repetitions")
-    return integrate(rhs, np.append(start, 0.0), grid, solver).states
+    return integrate(rhs, np.append(start, 0.0), increasing("lengths", lengths), solver).states
 
 
 def _flow(push: _Push, start: np.ndarray, times: ArrayLike, solver: Solver) -> Float[np.ndarray, "point state"]:

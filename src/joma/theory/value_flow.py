@@ -19,12 +19,12 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, choice, described, flag, instance, probabilities, real, scalar
+from joma.arguments import InputError, flag, instance, real, scalar
 from joma.theory.activations import Activation, named
-from joma.theory.block_parts import embedding_columns, layer_norm, layer_norm_backward, pack, query_indices, unpack
+from joma.theory.block_parts import layer_norm, layer_norm_backward, pack, unpack, weighted_samples
 from joma.theory.factored import KeyLedger, key_ledger_rates
 from joma.theory.integration import DEFAULT_SOLVER, Solver, Times, integrate
-from joma.theory.invariants import ATTENTIONS, AttentionLaw, Ledger, ledger_rates, reference
+from joma.theory.invariants import AttentionLaw, Ledger, ledger_rates
 from joma.theory.losses import Gradient
 
 FREE, FACTORED = ("z",), ("W_Q", "W_K")
@@ -313,30 +313,11 @@ def value_block(
     """
     instance("rates", rates, ValueRates, "pass `ValueRates(rate_v=...)`")
     instance("architecture", architecture, ValueArchitecture, "pass `ValueArchitecture(norm=...)`")
-    if not callable(gradient):
-        raise InputError(
-            "gradient", "a function of the outputs", described(gradient), "pass one of `joma.theory.losses`"
-        )
-    law, frequency, phi = choice("attention", attention, ATTENTIONS), real("x", x, ndim=2, low=0.0), named(activation)
+    samples = weighted_samples(attention, gradient, x, query=query, weight=weight, embedding=architecture.embedding)
+    phi = named(activation)
     if not phi.smooth:
         raise InputError("activation", "smooth", phi.name, "pass `activations.smoothed(activation, width)`")
-    if law.normalised and not (frequency.sum(axis=1) > 0).all():
-        raise InputError("x", "positive somewhere in every sample", "a row of zeros", "drop empty contexts")
     for name in ("factored", "norm", "skip"):
         flag(name, getattr(architecture, name))
     scalar("temperature", architecture.temperature, above=0.0)
-    queries, samples = query_indices(query, len(frequency)), len(frequency)
-    context, query_embedding = embedding_columns(architecture.embedding, frequency.shape[1], queries)
-    return ValueFlow(
-        attention=law,
-        activation=phi,
-        gradient=gradient,
-        x=frequency,
-        query=queries,
-        weight=np.full(samples, 1 / samples) if weight is None else probabilities("weight", weight),
-        context=context,
-        query_embedding=query_embedding,
-        architecture=architecture,
-        rates=rates,
-        b_ref=reference(frequency, weight),
-    )
+    return ValueFlow(**samples._asdict(), activation=phi, architecture=architecture, rates=rates)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic
 
 import numpy as np
@@ -26,7 +25,7 @@ import torch
 import xarray as xr
 
 from joma.arguments import InputError, instance, sequence, whole
-from joma.files import StorageError, lock
+from joma.files import StorageError, as_path, lock
 from joma.progress import SILENT, Task
 from joma.train.checkpoint import CheckpointStore
 from joma.train.cuda import joined, matmul_precision
@@ -240,7 +239,7 @@ class _Run:
         if job.saving is not None:
             save_steps = job.saving.steps(self.last)
             identity = {**_identity(job.optimiser, self.last, self.labels), **job.saving.identity}
-            store = CheckpointStore(Path(job.saving.folder), identity)
+            store = CheckpointStore(as_path("folder", job.saving.folder), identity)
             # None is due before the last step: soon after it the finished run is saved.
             self.saver = _Saver(store, save_steps - {self.last}, job.saving.min_seconds)
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from joma.studies.related.induction_models import AttentionOnly, Minimal, causal, surprisal
+from joma.studies.related.induction_models import AttentionOnly, Minimal, causal
+from joma.studies.surprisal import mean_surprisal
 from joma.theory.in_context_markov import unigram
 
 
@@ -94,5 +95,5 @@ def test_one_layer_cannot_tell_the_order_of_symbols_but_for_their_distance():
 
 def test_surprisal_and_the_causal_mask():
     p = torch.tensor([[[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]]])
-    assert float(surprisal(p.log(), torch.tensor([[[0, 2]]]))) == pytest.approx(-np.log(0.5 * 0.1) / 2)
+    assert float(mean_surprisal(p.log(), torch.tensor([[[0, 2]]]))) == pytest.approx(-np.log(0.5 * 0.1) / 2)
     assert causal(3, 3).tolist() == np.tri(3, dtype=bool).tolist()

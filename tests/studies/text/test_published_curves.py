@@ -10,7 +10,7 @@ from joma.studies.text.published_curves import (
     WIKITEXT2,
     distance_of_means,
     distances,
-    fall,
+    early_fall,
     has_attributes,
     leave_one_out,
     like_published,
@@ -20,7 +20,6 @@ from joma.studies.text.published_curves import (
     prediction_half_width,
     published,
     published_entropy,
-    recovery,
 )
 from joma.study import NotInRun
 
@@ -70,10 +69,9 @@ def test_the_mean_of_three_more_values_lies_in_the_prediction_interval_in_95_of_
     assert expected.high - expected.low == pytest.approx(2 * prediction_half_width(draws[0, :3]), abs=2e-4)
 
 
-def test_fall_is_within_its_steps_and_recovery_to_the_end():
+def test_the_early_fall_is_within_its_steps():
     curve = xr.DataArray([3.0, 2.0, 1.5, 0.5, 2.5], {"step": [0, 2_000, 4_000, 6_000, 8_000]}, ("step",))
-    assert float(fall(curve)) == 1.5
-    assert float(recovery(curve)) == 2.0
+    assert float(early_fall(curve)) == 1.5
 
 
 def test_wikitext_is_known_by_its_numbers():

@@ -22,9 +22,9 @@ from joma.studies.theorems.flow_comparison import (
     draw_settings,
     folded_distance,
     followed_by,
+    largest_rise,
     lifetime,
     parting_time,
-    recovery,
 )
 from joma.theory import growth
 
@@ -114,14 +114,14 @@ def test_the_scale_never_shrinks():
     np.testing.assert_allclose(distance(run)[0], [0.01, 0.01])
 
 
-def test_recovery_is_the_rise_above_the_least_entropy(trajectory):
+def test_the_largest_rise_is_that_above_the_least_entropy(trajectory):
     bounced = trajectory.copy(deep=True)
     bounced["entropy"][:] = 1.0
     bounced["entropy"][..., 5:10] = 0.3
     bounced["entropy"][..., 10:] = 0.7
-    np.testing.assert_allclose(recovery("decayed", "near")(bounced), 0.4)
+    np.testing.assert_allclose(largest_rise("decayed", "near")(bounced), 0.4)
     bounced["entropy"][..., 10:] = np.nan  # blown up at the bottom
-    np.testing.assert_allclose(recovery("decayed", "near")(bounced), 0.0)
+    np.testing.assert_allclose(largest_rise("decayed", "near")(bounced), 0.0)
 
 
 def test_share_followed_is_the_least_over_activations():
@@ -157,7 +157,7 @@ def test_settings_are_drawn_by_approximation_and_flow(trajectory):
     assert legend(entropy) == list(FULL)
     expected = [followed_by("averaged", "decayed", name)(trajectory).mean("seed") for name in SETTINGS]
     np.testing.assert_allclose(series(decayed)["averaged"][:, 1], expected)
-    gained = [recovery("plain", name)(trajectory).mean("seed") for name in SETTINGS]
+    gained = [largest_rise("plain", name)(trajectory).mean("seed") for name in SETTINGS]
     np.testing.assert_allclose(series(entropy)["plain"][:, 1], gained)
 
 

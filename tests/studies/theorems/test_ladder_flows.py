@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 from scipy.special import softmax
 
 from joma.arguments import InputError
+from joma.models.block import Block, BlockConfig
 from joma.studies.theorems.ladder_flows import (
     FAMILIES,
     SOLVER,
@@ -15,6 +17,8 @@ from joma.studies.theorems.ladder_flows import (
     _block_entropy,
     check,
     generator,
+    population_loss,
+    set_start,
     solve_cases,
     solve_named,
     start,
@@ -25,6 +29,7 @@ from joma.studies.theorems.ladder_worlds import KINDS, named_worlds
 from joma.study import Context
 from joma.theory.block_flow import Architecture, Training, block
 from joma.theory.losses import constant, soft_cross_entropy
+from joma.theory.optimum import loss_gradient
 
 SMALL = FlowConfig(
     tokens=4, length=3, long_length=3, until=300.0, constant_until=20.0, records=20, shares=(0.0, 0.5),
@@ -145,3 +150,13 @@ def test_the_result_of_a_seed_does_not_depend_on_the_seeds_beside_it():
 def test_a_bad_config_is_refused_by_name(change):
     with pytest.raises(InputError, match=f"`{next(iter(change))}` must"):
         check(replace(SMALL, **change))
+
+
+def test_the_loss_of_blocks_at_the_start_of_the_flows_is_that_of_the_theory():
+    world = named_worlds(SMALL, generator(SEED, "worlds"))[0]["overlap"]
+    config = BlockConfig(SMALL.tokens, SMALL.classes, residual=False, scale=0.0)
+    model = Block(config, generators=Context((SEED,)).generators("test")).double()
+    set_start(model, SMALL, [SEED])
+    loss = population_loss(torch.from_numpy(world.x), torch.from_numpy(world.joint)[None])
+    expected = loss_gradient(world, *start(SMALL, SEED, SMALL.tokens, SMALL.classes)).loss
+    np.testing.assert_allclose(loss(model, torch.tensor(0)).detach(), [expected], rtol=1e-6)

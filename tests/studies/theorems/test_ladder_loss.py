@@ -10,8 +10,8 @@ from torch.func import functional_call
 
 from joma.models import OneLayer
 from joma.models.one_layer_config import OneLayerConfig
+from joma.studies.surprisal import expected_surprisal
 from joma.studies.theorems.ladder_loss import FreeLogits, NextTokenLoss, ProductLogits
-from joma.studies.theorems.surprisal import expected_surprisal
 
 
 def drawn(seed, *, count=3, samples=6, positions=4, scale=1.0):

@@ -10,11 +10,9 @@ from joma.studies.theorems.ladder_measures import (
     arrived_cases,
     came_back,
     end_distance,
-    fall,
     gelu_density,
     optimum_distance,
     predicted_return,
-    share_regained,
     variance_explained,
     verdicts_gained,
     weight_error,
@@ -33,13 +31,6 @@ def cases(*seeds, family="random"):
     values = np.array(seeds)  # seed, case, name
     variables = {f"case_{name}": (("seed", "case"), values[..., index]) for index, name in enumerate(NAMES)}
     return xr.Dataset(variables).assign_coords(family=("case", [family] * values.shape[1]))
-
-
-def test_fall_and_share_regained_by_hand():
-    entropy = xr.DataArray([[1.0, 0.4, 0.7], [1.0, 0.8, 0.8]], dims=("seed", "time"))
-    np.testing.assert_allclose(fall(entropy), [0.6, 0.2])
-    np.testing.assert_allclose(share_regained(entropy), [0.5, 0.0])
-    np.testing.assert_allclose(share_regained(xr.where(entropy == 0.7, 0.5, entropy), visible=0.7), [0.0, 0.0])
 
 
 def test_a_number_added_to_all_classes_of_a_token_is_no_error():

@@ -7,7 +7,8 @@ import xarray as xr
 
 from joma.arguments import InputError
 from joma.models import ACTIVATIONS
-from joma.studies.theorems.invariance_training import BREAKERS, cross_entropy
+from joma.studies.surprisal import cross_entropy_by_row
+from joma.studies.theorems.invariance_training import BREAKERS
 from joma.studies.theorems.watched_block import WatchedBlock, _block, account, train
 from joma.study import Context
 
@@ -45,7 +46,7 @@ def test_training_is_that_of_a_plain_loop():
     for step in range(12):
         np.testing.assert_allclose(trajectory.z.isel(rate=0, kappa=0, step=step), block.z.detach(), rtol=1e-12)
         block.zero_grad()
-        cross_entropy(block, x).sum().backward()
+        cross_entropy_by_row(block(x)).sum().backward()
         with torch.no_grad():
             block.w -= 0.3 * block.w.grad
             block.z -= 2.0 * 0.3 * block.z.grad

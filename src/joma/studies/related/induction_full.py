@@ -18,8 +18,9 @@ from joma import schedule
 from joma.arguments import distinct, positive, scalar, whole
 from joma.studies.common_axes import NAMES, STEP
 from joma.studies.related.induction_data import CHAIN, DOUBLY, WORLDS
-from joma.studies.related.induction_models import AttentionOnly, Prediction, causal, surprisal
+from joma.studies.related.induction_models import AttentionOnly, Prediction, causal
 from joma.studies.related.induction_training import InductionConfig, Task, mean_axes
+from joma.studies.surprisal import mean_surprisal
 from joma.study import Arms, Context
 from joma.study.context import LabelledTraining
 from joma.train import Optimiser, Record
@@ -80,7 +81,7 @@ class FullTask(Task):
     def loss(self, model: AttentionOnly, step: Tensor) -> Float[Tensor, " model"]:
         """Return the loss of each model on the sequences of a step."""
         tokens, target = self.split(self.draw(step, self.batch))
-        return surprisal(model(tokens, self.count).log_probability, target)
+        return mean_surprisal(model(tokens, self.count).log_probability, target)
 
     @torch.no_grad()
     def measure(self, model: AttentionOnly, _step: int) -> dict[str, Tensor]:
@@ -92,7 +93,7 @@ class FullTask(Task):
         tokens, target = self.split(self.probe)
         prediction = model(tokens, self.count)
         return {
-            "probe_loss": surprisal(prediction.log_probability, target),
+            "probe_loss": mean_surprisal(prediction.log_probability, target),
             "from_unigram": _divergence(self.unigram, prediction),
             "from_bayes": _divergence(self.bayes, prediction),
             "previous": prediction.first.diagonal(-1, dim1=-2, dim2=-1).mean((-2, -1))

@@ -177,17 +177,6 @@ class AttentionOnly(nn.Module):
         return Prediction(logits.log_softmax(-1), attentions[-1], attentions[0])
 
 
-def surprisal(
-    log_probability: Float[Tensor, "seed sample query symbol"], target: Int[Tensor, "seed sample query"]
-) -> Float[Tensor, " seed"]:
-    """Return the mean of −ln p of the target, for each seed, in nats.
-
-    >>> surprisal(torch.full((1, 1, 2, 4), 0.25).log(), torch.tensor([[[0, 3]]]))
-    tensor([1.3863])
-    """
-    return -log_probability.gather(-1, target[..., None])[..., 0].mean((-2, -1))
-
-
 def causal(count: int, length: int, device: torch.device | str = "cpu") -> Bool[Tensor, "query key"]:
     """Return which keys each of the last `count` positions sees: itself and all before.
 

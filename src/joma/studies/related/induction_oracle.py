@@ -12,8 +12,9 @@ from torch import Tensor
 from joma import noise
 from joma.arguments import whole
 from joma.studies.related.induction_data import CHAIN, WORLDS, World, draw, draw_kernels
-from joma.studies.related.induction_models import Minimal, surprisal
+from joma.studies.related.induction_models import Minimal
 from joma.studies.related.induction_training import InductionConfig
+from joma.studies.surprisal import mean_surprisal
 from joma.study import Context
 from joma.theory.in_context_markov import context_dependence, lag_dependence, saddle_gradients
 
@@ -104,7 +105,7 @@ def _autograd(config: InductionConfig, tokens: Tensor, a: float) -> tuple[np.nda
     queries, count = torch.ones(len(tokens), 1, dtype=torch.long), (tokens.shape[-1] - 1) // 2
     for rows in tokens.split(ROWS, dim=1):
         log_probability = model(rows[..., :-1], queries, count).log_probability
-        loss = surprisal(log_probability, rows[..., -count:]) * (rows.shape[1] / tokens.shape[1])
+        loss = mean_surprisal(log_probability, rows[..., -count:]) * (rows.shape[1] / tokens.shape[1])
         loss.sum().backward()
     first_layer, second_layer = (_negative_gradient(parameter) for parameter in (model.r, model.A))
     return first_layer[:, 0], second_layer[:, 0]

@@ -15,7 +15,8 @@ from joma import schedule
 from joma.arguments import scalar, whole
 from joma.studies.common_axes import attention_axes
 from joma.studies.related.induction_data import Sequences, World, draw
-from joma.studies.related.induction_models import Minimal, Prediction, causal, surprisal
+from joma.studies.related.induction_models import Minimal, Prediction, causal
+from joma.studies.surprisal import mean_surprisal
 from joma.study import Arms, Context
 from joma.theory import in_context_markov
 from joma.train import Optimiser, Record
@@ -109,7 +110,7 @@ class Task:
             uniform = torch.full_like(unigram, 1 / self.symbols)
             predictions = uniform, smoothed, bayes, _true_law(world, sequences, self.count).double()
             for name, prediction in zip(losses, predictions, strict=True):
-                losses[name].append(surprisal(prediction.log(), target).cpu().numpy())
+                losses[name].append(mean_surprisal(prediction.log(), target).cpu().numpy())
         return xr.Dataset({name: (("world", "seed"), np.stack(values)) for name, values in losses.items()})
 
     def references(self, world: World, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -166,7 +167,7 @@ class MinimalTask(Task):
         """Return the prediction and the loss of each model."""
         tokens, target = self.split(sequences)
         prediction = model(tokens, self.queries, self.count)
-        return prediction, surprisal(prediction.log_probability, target)
+        return prediction, mean_surprisal(prediction.log_probability, target)
 
     def loss(self, model: Minimal, step: Tensor) -> Float[Tensor, " model"]:
         """Return the loss of each model on the sequences of a step."""

@@ -23,10 +23,10 @@ from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
 from joma.studies.common_axes import STEP
+from joma.studies.entropy_return import fall, share_regained
 from joma.studies.related.panorama_curves import split
 from joma.studies.related.panorama_sources import SOURCES, Minimum, Source
 from joma.studies.related.panorama_stored import stored_curves
-from joma.studies.theorems.ladder_measures import fall, share_regained
 from joma.studies.theorems.ladder_training import BOUNCE, PATIENCE, VISIBLE_FALL
 from joma.study import Claim, NotInRun, above, at_least, at_most, below
 

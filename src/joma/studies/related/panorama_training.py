@@ -28,6 +28,7 @@ from joma.studies.common_axes import NAMES, STEP, attention_axes
 from joma.studies.hierarchy import scan_snap
 from joma.studies.related.panorama_curves import stack
 from joma.studies.related.panorama_sources import TRAINED
+from joma.studies.surprisal import cross_entropy_by_row
 from joma.studies.symmetry import addition_training
 from joma.studies.symmetry.addition_arms import BASELINE, Arm
 from joma.studies.text import language_training
@@ -133,7 +134,7 @@ def train_block(config: TrainedConfig, context: Context, names: Sequence[str]) -
     block = BlockConfig(x.shape[-1], figure_2.classes, dim=figure_2.dim, temperature=figure_2.temperature)
     trajectory = context.fit(
         MixedUnits(block, _units(names), generators=context.generators("panorama, block, weights", arms)),
-        lambda model, _: invariance_training.cross_entropy(model, x),
+        lambda model, _: cross_entropy_by_row(model(x)),
         label="panorama, block",
         optimiser=Optimiser("sgd", figure_2.rate, rates={"z": figure_2.rate_z}),
         steps=config.block_steps,
@@ -158,21 +159,12 @@ def train_overlap(config: TrainedConfig, context: Context, names: Sequence[str])
     ]
     x = torch.from_numpy(worlds[0].x).to(context.device)  # the same multisets of tokens in every seed
     joint = torch.from_numpy(np.stack([world.joint for world in worlds])).to(context.device)
-    weight = joint.sum(-1)
     block = BlockConfig(ladder.tokens, ladder.classes, residual=False, scale=0.0)
     model = MixedUnits(block, _units(names), generators=context.generators("panorama, overlap, weights", arms))
-    starts = [ladder_flows.start(ladder, seed, ladder.tokens, ladder.classes) for seed in context.models(arms)]
-    with torch.no_grad():
-        model.w[:, : ladder.tokens] = torch.from_numpy(np.stack([v for v, _ in starts]))
-        model.z[:, 0] = torch.from_numpy(np.stack([z for _, z in starts]))
-
-    def loss(model: Block, _step: Tensor) -> Tensor:
-        h = model(x)
-        return (weight * h.logsumexp(-1) - (joint * h).sum(-1)).sum(-1)
-
+    ladder_flows.set_start(model, ladder, context.models(arms))
     trajectory = context.fit(
         model,
-        loss,
+        ladder_flows.population_loss(x, joint),
         label="panorama, overlap",
         optimiser=Optimiser("sgd", ladder.rate, rates={"z": ladder.rate * ladder.rate_z}),
         steps=config.overlap_steps,

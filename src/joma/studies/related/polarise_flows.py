@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import xarray as xr
 from jaxtyping import Float
-from scipy.special import entr, expit, softmax
+from scipy.special import expit, softmax
 
 from joma.arguments import InputError, distinct, scalar, whole
 from joma.theory import value_softmax
 from joma.theory.block_flow import Architecture, BlockFlow, BlockSolution, block
+from joma.theory.entropy import shannon_entropy
 from joma.theory.integration import Solver
 from joma.theory.invariants import predict
 from joma.theory.losses import Gradient, constant, squared_error
@@ -161,7 +162,7 @@ def solve_losses(config: FlowConfig, start: Start) -> xr.Dataset:
         margin = (attention * (path.v @ start.c)).sum(axis=-1)
         variables = {
             "margin": ("time", margin),
-            "entropy": ("time", entr(attention).sum(axis=-1)),
+            "entropy": ("time", shannon_entropy(attention)),
             "orbit_entropy": ("time", orbit_entropy(start, margin)),
         }
         rows.append(xr.Dataset(variables, {"time": times, "loss": loss}))
@@ -209,7 +210,7 @@ def solve_targets(config: FlowConfig, generator: np.random.Generator) -> xr.Data
         attention = softmax(path.z[-1, 0])
         rows.append(
             {
-                "final_entropy": entr(attention).sum(),
+                "final_entropy": shannon_entropy(attention),
                 "final_distance": np.linalg.norm(attention @ path.v[-1] - target.c) / length,
                 "predicted_entropy": orbit_entropy(target, np.array([length**2]))[0],
             }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
+from joma.studies import entropy_return
 from joma.studies.text.bounce_cause_arms import UNCHANGED
 from joma.studies.text.entropy_bounce import MIN_BOUNCE, bounce_p_value, is_complete
 from joma.study import NotInRun, select
@@ -34,7 +35,7 @@ def recovery(run: xr.Dataset, arm: str, text: str = "", *, late: bool = False) -
         return arm_run[f"{text}recovery"].where(is_complete(arm_run[f"{text}entropy"]))
     curve = arm_run[f"{text}entropy"].mean(("layer", "head"))
     late_curve = curve.isel(step=slice(_first_even_probe(curve.step.values), None))
-    return late_curve.isel(step=-1, drop=True) - late_curve.min("step", skipna=False)
+    return entropy_return.recovery(late_curve, "step")
 
 
 def has_even_probes(run: xr.Dataset) -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 import xarray as xr
 
 from joma.arguments import distinct, whole
+from joma.studies.entropy_return import recovery
 from joma.studies.text import language_training
 from joma.studies.text.entropy_bounce import P_VALUE, SIGNIFICANCE, bounce_p_value
 from joma.studies.text.entropy_text_figures import draw_entropy, draw_highlight, draw_learning, draw_paper
@@ -19,7 +20,7 @@ from joma.studies.text.published_curves import (
     PUBLISHED_LOSS_103,
     distance_of_means,
     distances,
-    fall,
+    early_fall,
     has_attributes,
     leave_one_out,
     like_published,
@@ -28,7 +29,6 @@ from joma.studies.text.published_curves import (
     on_wikitext103,
     published,
     published_entropy,
-    recovery,
 )
 from joma.study import (
     Claim,
@@ -124,12 +124,12 @@ def mean_distance(run: xr.Dataset, depth: int, where: str) -> float:
 
 def one_layer_fall(run: xr.Dataset, where: str) -> xr.DataArray:
     """Return how far the entropy of the one-layer model falls within `FALL_STEPS`, per seed."""
-    return fall(ENTROPIES[where][0](run, 1).isel(layer=0).mean("head"))
+    return early_fall(ENTROPIES[where][0](run, 1).isel(layer=0).mean("head"))
 
 
 def one_layer_recovery(run: xr.Dataset, where: str) -> xr.DataArray:
     """Return how far the entropy of the one-layer model recovers from its minimum by the end, per seed."""
-    return recovery(ENTROPIES[where][0](run, 1).isel(layer=0).mean("head"))
+    return recovery(ENTROPIES[where][0](run, 1).isel(layer=0).mean("head"), "step")
 
 
 def largest_rise(run: xr.Dataset) -> xr.DataArray:
@@ -182,24 +182,25 @@ def _loss_claim_103(depth: int, value: float) -> Claim:
 def _bounce_claims(where: str) -> tuple[Claim, ...]:
     """Return the claims that the one-layer model falls and recovers as far as the authors' does."""
     place, prefix = ENTROPIES[where][1], "" if where == "curve" else f"{where}-"
-    authors = published_entropy(1).isel(layer=0)
+    curve = published_entropy(1).isel(layer=0)
+    authors = {"fall": early_fall(curve), "recovery": recovery(curve, "step")}
     rows = (
-        ("fall", one_layer_fall, fall, f"turns as sparse as published within {FALL_STEPS:,} steps, {place}"),
-        ("recovery", one_layer_recovery, recovery, f"becomes as dense again as published, {place}"),
+        ("fall", one_layer_fall, f"turns as sparse as published within {FALL_STEPS:,} steps, {place}"),
+        ("recovery", one_layer_recovery, f"becomes as dense again as published, {place}"),
     )
     return tuple(
         Claim(
             f"{prefix}{name}",
             f"With 1 layer attention {statement}.",
             partial(measure, where=where),
-            like_published(of_curve(authors)),
+            like_published(authors[name]),
             kind=CLAIM_KINDS[where],
             quantity=f"{name} of entropy in nats, mean over seeds; {_PREDICTED}",
             across="mean",
             presets=("paper",),
             seeds=3,
         )
-        for name, measure, of_curve, statement in rows
+        for name, measure, statement in rows
     )
 
 
@@ -262,6 +263,11 @@ CLAIMS = (
 )
 
 
+def _mean_sizes(curve: xr.DataArray) -> tuple[float, float]:
+    """Return fall and recovery of a curve, means over seeds."""
+    return float(early_fall(curve).mean()), float(recovery(curve, "step").mean())
+
+
 def outcome(run: xr.Dataset) -> str:
     """Return what came out: fall and recovery of the one-layer model, and the least losses, beside the authors'."""
     depths = [int(depth) for depth in run.depth]
@@ -276,9 +282,8 @@ def outcome(run: xr.Dataset) -> str:
         return f"{other}{sentence}."
     in_window = compared and "window_entropy" in run and has_attributes(run, AUTHORS_LAYOUT)
     curve = (run.window_entropy if in_window else run.entropy).sel(depth=1).isel(layer=0).mean("head")
-    sizes = f"by {float(fall(curve).mean()):.2f} nats and recovers by {float(recovery(curve).mean()):.2f}"
-    authors = published_entropy(1).isel(layer=0)
-    theirs = f" (authors: {float(fall(authors).mean()):.2f} and {float(recovery(authors).mean()):.2f})"
+    sizes = "by {:.2f} nats and recovers by {:.2f}".format(*_mean_sizes(curve))
+    theirs = " (authors: {:.2f} and {:.2f})".format(*_mean_sizes(published_entropy(1).isel(layer=0)))
     where = ", in the authors' window," * in_window
     return f"{other}With 1 layer{where} entropy falls {sizes}{theirs * in_window}. {sentence}."
 

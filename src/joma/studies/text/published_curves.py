@@ -16,6 +16,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float
 
+from joma.studies.entropy_return import fall
 from joma.study import Expected, NotInRun, mean_interval, near
 
 WIKITEXT2 = {"types": 28_782, "tokens": 2_049_990}  # of the training text, by torchtext's rules
@@ -68,14 +69,9 @@ def published_entropy(depth: int) -> xr.DataArray:
     return published().entropy.sel(depth=depth, layer=range(depth), drop=True)
 
 
-def fall(curve: xr.DataArray) -> xr.DataArray:
+def early_fall(curve: xr.DataArray) -> xr.DataArray:
     """Return how far entropy falls from its start within `FALL_STEPS`, over the axes other than `step`."""
-    return curve.isel(step=0) - curve.sel(step=slice(0, FALL_STEPS)).min("step")
-
-
-def recovery(curve: xr.DataArray) -> xr.DataArray:
-    """Return how far entropy recovers from its minimum by the end, over the axes other than `step`."""
-    return curve.isel(step=-1) - curve.min("step")
+    return fall(curve.sel(step=slice(0, FALL_STEPS)), "step")
 
 
 def distances(entropy: xr.DataArray, depth: int) -> xr.DataArray:

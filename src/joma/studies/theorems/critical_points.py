@@ -223,7 +223,7 @@ def _follows(name: str, statement: str, approximation: str, full: str, setting: 
 
 def _bounces(name: str, statement: str, full: str, setting: str = "overlapping") -> Claim:
     measure, quantity = (
-        flow_comparison.recovery(full, setting),
+        flow_comparison.largest_rise(full, setting),
         "entropy regained after its minimum, in nats; the bound is ours",
     )
     return Claim(name, statement, measure, at_least(0.01), kind="control", quantity=quantity, across="interval")

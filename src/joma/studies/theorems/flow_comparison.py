@@ -270,7 +270,7 @@ def folded_distance(run: xr.Dataset) -> xr.DataArray:
     return gap.max([dim for dim in gap.dims if dim != "seed"])
 
 
-def recovery(full: str, setting: str = "overlapping") -> Callable[[xr.Dataset], xr.DataArray]:
+def largest_rise(full: str, setting: str = "overlapping") -> Callable[[xr.Dataset], xr.DataArray]:
     """Return the measure: the largest rise of a full flow's attention entropy above its minimum so far, in nats."""
 
     def measure(run: xr.Dataset) -> xr.DataArray:
@@ -310,7 +310,7 @@ def draw_settings(run: xr.Dataset) -> Figure:
     axes[0, 0].set_title("How long each flow is followed")
     axes[0, 1].set_title("The same with weight decay")
     for index, full in enumerate(FULL):
-        gained = xr.concat([recovery(full, name)(run) for name in SETTINGS], dim="setting")
+        gained = xr.concat([largest_rise(full, name)(run) for name in SETTINGS], dim="setting")
         measured(axes[0, 2], position + 0.14 * (index - 0.5), gained, index, full)
     axes[0, 2].set(ylabel="entropy regained / nats", title="How far attention comes back")
     axes[0, 2].legend(loc="upper left")

@@ -17,6 +17,7 @@ from joma import schedule
 from joma.arguments import InputError, scalar, whole
 from joma.data.tokens import token_classes
 from joma.models.block import Block, BlockConfig
+from joma.studies.surprisal import cross_entropy_by_row
 from joma.study import Arms, Context, LabelledTraining
 from joma.theory import invariants
 from joma.train import Optimiser, Record
@@ -172,7 +173,7 @@ def long_trial(config: Config, context: Context) -> xr.DataArray:
     at = schedule.every(max(1, steps // 100), steps)
     trajectory = context.fit(
         block,
-        lambda model, _: cross_entropy(model, x.to(context.device)),
+        lambda model, _: cross_entropy_by_row(model(x.to(context.device))),
         optimiser=Optimiser("sgd", arm.rate, {"z": arm.rate_z}),
         steps=steps,
         record=Record(measure_exp, at=at, dims=DIMS),
@@ -273,12 +274,6 @@ def overlapping(dim: int, columns: int, cosine: float) -> Float[Tensor, "dim col
 DIMS = {"v": ("token", "hidden"), "z": ("query", "token"), "b_bar": ("token",), "pull": ("token",)}
 
 
-def cross_entropy(model: Block, x: Tensor) -> Tensor:
-    """Return the cross entropy: sample i is class i, and hidden unit k is the logit of class k."""
-    h = model(x)
-    return (h.logsumexp(dim=-1) - h.diagonal(dim1=-2, dim2=-1)).mean(dim=-1)
-
-
 def measure_exp(model: Block, _step: int) -> dict[str, Tensor]:
     """Return what the law of exp and linear attention needs of a step: weights and logits."""
     return {"v": model.v, "z": model.z}
@@ -296,7 +291,7 @@ def _train(config: Config, context: Context, setting: BlockSetting, prepared: Pr
     measure = measure_softmax if setting.attention == "softmax" else measure_exp
     training = LabelledTraining(
         prepared.block,
-        lambda model, _: cross_entropy(model, x),
+        lambda model, _: cross_entropy_by_row(model(x)),
         optimiser=prepared.optimiser,
         steps=whole("steps", config.steps),
         record=Record(measure, dims=DIMS),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import xarray as xr
 
+from joma.studies.entropy_return import fall, share_regained
 from joma.studies.theorems import (
     ladder_figures,
     ladder_flows,
@@ -15,7 +16,7 @@ from joma.studies.theorems import (
     ladder_worlds,
 )
 from joma.studies.theorems.ladder_arms import ARMS
-from joma.studies.theorems.ladder_measures import arrived, arrived_cases, came_back, fall, share_regained
+from joma.studies.theorems.ladder_measures import arrived, arrived_cases, came_back
 from joma.studies.theorems.ladder_task import TrainedLadderConfig
 from joma.study import Context, Drawing, Preset, Study
 
@@ -43,7 +44,7 @@ def run(config: Config, context: Context) -> xr.Dataset:
 def outcome(run: xr.Dataset) -> str:
     """Return what came out: how much attention regains by world, and how well the optimum predicts where it ends."""
     linear = run.entropy.sel(activation="linear")
-    share, depth = share_regained(linear).mean("seed"), fall(linear).mean("seed")
+    share, depth = (measure(linear, "time").mean("seed") for measure in (share_regained, fall))
     cases = arrived_cases(run, "random")
     distance = float(abs(cases.case_end - cases.case_optimum).mean())
     settled = int(cases.case_end.notnull().sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -259,21 +260,12 @@ def train(config: FlowConfig, context: Context) -> xr.Dataset:
     worlds, arms = [_named(config, seed) for seed in context.seeds], Arms("sgd_world", config.sgd_worlds)
     x, joint = _padded([world[name] for name in arms.labels for world in worlds])
     x, joint = x.to(context.device), joint.to(context.device)
-    weight = joint.sum(-1)
     block_config = BlockConfig(tokens=config.tokens, hidden=config.classes, residual=False, scale=0.0)
     model = Block(block_config, generators=context.generators("ladder along the flow, weights", arms))
-    starts = [start(config, seed, config.tokens, config.classes) for seed in context.models(arms)]
-    with torch.no_grad():
-        model.w[:, : config.tokens] = torch.from_numpy(np.stack([v for v, _ in starts]))
-        model.z[:, 0] = torch.from_numpy(np.stack([z for _, z in starts]))
-
-    def loss(model: Block, _step: Tensor) -> Tensor:
-        h = model(x)
-        return (weight * h.logsumexp(-1) - (joint * h).sum(-1)).sum(-1)
-
+    set_start(model, config, context.models(arms))
     trajectory = context.fit(
         model,
-        loss,
+        population_loss(x, joint),
         label="ladder along the flow",
         optimiser=Optimiser("sgd", config.rate, rates={"z": config.rate * config.rate_z}),
         steps=config.sgd_steps,
@@ -286,6 +278,27 @@ def train(config: FlowConfig, context: Context) -> xr.Dataset:
     entropy = trajectory.entropy / np.log(config.tokens)
     entropy = entropy.rename(step="sgd_time").assign_coords(sgd_time=config.rate * entropy.step.values)
     return xr.Dataset({"sgd_entropy": entropy.transpose("seed", "sgd_world", "sgd_time")})
+
+
+def set_start(model: Block, config: FlowConfig, seeds: Sequence[int]) -> None:
+    """Set the weights of the tokens and the logits of each model to the start of its seed's flows."""
+    starts = [start(config, seed, config.tokens, config.classes) for seed in seeds]
+    with torch.no_grad():
+        model.w[:, : config.tokens] = torch.from_numpy(np.stack([v for v, _ in starts]))
+        model.z[:, 0] = torch.from_numpy(np.stack([z for _, z in starts]))
+
+
+def population_loss(
+    x: Float[Tensor, "*model context token"], joint: Float[Tensor, "model context label"]
+) -> Callable[[Block, Tensor], Tensor]:
+    """Return the loss of a step: the cross entropy on all contexts x, where P(context, class) is `joint`."""
+    weight = joint.sum(-1)
+
+    def loss(model: Block, _step: Tensor) -> Tensor:
+        h = model(x)
+        return (weight * h.logsumexp(-1) - (joint * h).sum(-1)).sum(-1)
+
+    return loss
 
 
 def _named(config: FlowConfig, seed: int) -> dict[str, Population]:

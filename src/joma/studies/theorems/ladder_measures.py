@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import xarray as xr
 
+from joma.studies.entropy_return import fall, share_regained
 from joma.studies.theorems.real_units import VISIBLE
 from joma.study import Claim, Expected, NotInRun, above, at_least, at_most, between, select
 
@@ -20,22 +21,6 @@ EXPLAINED = 0.9  # share of the variance between worlds
 UNITS = {"linear": "linear units", "gelu": "GELU units"}
 
 
-def fall(entropy: xr.DataArray, time: str = "time") -> xr.DataArray:
-    """Return the entropy at the start less its minimum over `time`; NaN where it diverges."""
-    return entropy.isel({time: 0}, drop=True) - entropy.min(time, skipna=False)
-
-
-def regain(entropy: xr.DataArray, time: str = "time") -> xr.DataArray:
-    """Return the entropy at the end of `time` less its minimum; NaN where it diverges."""
-    return entropy.isel({time: -1}, drop=True) - entropy.min(time, skipna=False)
-
-
-def share_regained(entropy: xr.DataArray, time: str = "time", *, visible: float = 0.0) -> xr.DataArray:
-    """Return the share of its fall that entropy has regained at the end; 0 where it falls by less than `visible`."""
-    fallen = fall(entropy, time)
-    return (regain(entropy, time) / fallen).where(~(fallen < visible), 0.0)
-
-
 def solved(values: xr.DataArray, world: str, activation: str = "linear") -> xr.DataArray:
     """Return the values of a world with an activation; raise `NotInRun` if the world was not solved with it."""
     selected = values.sel(world=world, activation=activation, drop=True)
@@ -46,7 +31,7 @@ def solved(values: xr.DataArray, world: str, activation: str = "linear") -> xr.D
 
 def regained(world: str, activation: str = "linear") -> Callable[[xr.Dataset], xr.DataArray]:
     """Return the measure: the share of its fall that the entropy of a world regains with cross entropy."""
-    return lambda run: share_regained(solved(run.entropy, world, activation))
+    return lambda run: share_regained(solved(run.entropy, world, activation), "time")
 
 
 def excess_loss(run: xr.Dataset) -> xr.DataArray:
@@ -247,7 +232,7 @@ NAMED_CLAIMS = (
     _return(
         "fall",
         "With linear units attention first turns sparse.",
-        lambda run: fall(solved(run.entropy, "overlap")),
+        lambda run: fall(solved(run.entropy, "overlap"), "time"),
         at_least(0.05),
         "fall of H/ln M where tokens are independent given the class",
     ),

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from joma.arguments import whole
 from joma.models.one_layer import OneLayer
+from joma.studies.surprisal import expected_surprisal
 from joma.studies.theorems.ladder_arms import ARMS
 from joma.studies.theorems.ladder_loss import FreeLogits, NextTokenLoss, ProductLogits
 from joma.studies.theorems.ladder_task import Task, TrainedLadderConfig
-from joma.studies.theorems.surprisal import expected_surprisal
 from joma.study import Context
 
 LOGITS = {"free": "all-free", "product": "all-product"}  # the arms whose models are optimised

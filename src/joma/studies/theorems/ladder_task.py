@@ -19,8 +19,8 @@ from joma.data.tokens import Contexts, log_normal_classes, stream_contexts
 from joma.models.one_layer import OneLayer, prefix_frequencies
 from joma.models.one_layer_config import OneLayerConfig
 from joma.probes.entropy import shannon_entropy
+from joma.studies.surprisal import surprisal
 from joma.studies.theorems.ladder_arms import Arm
-from joma.studies.theorems.surprisal import surprisal
 from joma.study import Context
 
 PROBE = -1  # the step of the stream that the probe is drawn at: training has no such step

@@ -18,9 +18,9 @@ from joma import schedule
 from joma.arguments import InputError, choice, positive, whole
 from joma.models.one_layer import OneLayer
 from joma.models.one_layer_config import OneLayerConfig
-from joma.studies.theorems import ladder_measures
+from joma.studies import entropy_return
+from joma.studies.entropy_return import fall, recovery
 from joma.studies.theorems.ladder_arms import ARMS, Arm
-from joma.studies.theorems.ladder_measures import fall, regain
 from joma.studies.theorems.ladder_optimum import optimum
 from joma.studies.theorems.ladder_task import DTYPE, Task, TrainedLadderConfig, model_config
 from joma.study import Arms, Claim, Context, NotInRun, above, at_least, at_most, select
@@ -141,7 +141,7 @@ def judged_trajectory(run: xr.Dataset, arm: str) -> xr.Dataset:
 
 def share_regained(entropy: xr.DataArray) -> xr.DataArray:
     """Return the share of its fall that the entropy has regained at the end; 0 where it does not fall visibly."""
-    return ladder_measures.share_regained(entropy, STEP, visible=VISIBLE_FALL)
+    return entropy_return.share_regained(entropy, STEP, visible=VISIBLE_FALL)
 
 
 def bounced(trajectory: xr.Dataset) -> xr.DataArray:
@@ -223,7 +223,7 @@ def product_excess(run: xr.Dataset) -> xr.DataArray:
     free, product = same_rate.sel(arm="base", drop=True), select(same_rate, arm="product")
     for arm, trajectory in {"base": free, "product": product}.items():
         _require(~still_falling(trajectory), arm, "that was trained until its entropy stopped falling")
-    return regain(product.trained_entropy, STEP) - regain(free.trained_entropy, STEP)
+    return recovery(product.trained_entropy, STEP) - recovery(free.trained_entropy, STEP)
 
 
 def at_own_rate(run: xr.Dataset, arm: str) -> xr.Dataset:

@@ -21,6 +21,8 @@ from joma.data.tokens import token_classes
 from joma.drawing import activation_name
 from joma.models.block import ACTIVATIONS, ATTENTIONS, Block, BlockConfig
 from joma.probes.entropy import shannon_entropy
+from joma.studies import entropy_return
+from joma.studies.surprisal import cross_entropy_by_row
 from joma.study import Arms, Claim, Context, above, at_most
 from joma.train import Optimiser, Record
 
@@ -31,6 +33,7 @@ UNITS = {name: activation_name(name) for name in (NULL, "relu", "gelu", "silu", 
 TOKENS = ("gaussian", "random")
 AXES = ("attention", "units", "tokens")
 RECORDS = 100
+STEP = "unit_step"
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,7 @@ def train(config: UnitsConfig, context: Context) -> xr.Dataset:
 
     def loss(model: Block, _step: Tensor) -> Tensor:
         """Cross entropy: sample i is class i, and hidden unit k is the logit of class k."""
-        h = model(x)
-        return (h.logsumexp(dim=-1) - h.diagonal(dim1=-2, dim2=-1)).mean(dim=-1)
+        return cross_entropy_by_row(model(x))
 
     def measure(model: Block, _step: int) -> dict[str, Tensor]:
         everything, b = torch.ones_like(x[:, :1]), model.attend(x)
@@ -111,7 +113,7 @@ def _unstack(trajectory: xr.Dataset) -> xr.Dataset:
     arms = {axis: ("arm", list(names)) for axis, names in zip(AXES, labels, strict=True)}
     split = trajectory.drop_vars("arm").assign_coords(arms).set_index(arm=AXES).unstack("arm")
     split = split.reindex(attention=list(KINDS_OF_ATTENTION), units=list(UNITS), tokens=list(TOKENS))
-    return split.rename({str(name): f"units_{name}" for name in split} | {"step": "unit_step"}).transpose("seed", ...)
+    return split.rename({str(name): f"units_{name}" for name in split} | {"step": STEP}).transpose("seed", ...)
 
 
 def _contexts(config: UnitsConfig, context: Context) -> Float[Tensor, "model label token"]:
@@ -134,8 +136,8 @@ def _normalised(b: Tensor) -> Tensor:
 
 
 def recovery(entropy: xr.DataArray) -> xr.DataArray:
-    """Return the entropy at the end less its minimum over training, in nats; NaN where the training diverged."""
-    return entropy.isel(unit_step=-1) - entropy.min("unit_step", skipna=False)
+    """Return the recovery of each block's entropy over training, in nats."""
+    return entropy_return.recovery(entropy, STEP)
 
 
 def null_recovery(entropy: xr.DataArray) -> xr.DataArray:
@@ -145,7 +147,7 @@ def null_recovery(entropy: xr.DataArray) -> xr.DataArray:
 
 def share_regained(entropy: xr.DataArray) -> xr.DataArray:
     """Return the share of its fall that each block's entropy has regained at the end."""
-    return recovery(entropy) / (entropy.isel(unit_step=0) - entropy.min("unit_step", skipna=False))
+    return entropy_return.share_regained(entropy, STEP)
 
 
 def linear_return(run: xr.Dataset) -> xr.DataArray:

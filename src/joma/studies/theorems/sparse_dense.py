@@ -12,6 +12,7 @@ from scipy.special import softmax
 
 from joma import schedule
 from joma.arguments import real, whole
+from joma.studies.entropy_return import recovery
 from joma.studies.theorems import driven_block, real_units, sparse_dense_figures
 from joma.studies.theorems.real_units import VISIBLE
 from joma.studies.theorems.sparse_dense_figures import VISIBLE_ABOVE
@@ -156,16 +157,11 @@ def pair_constants(run: xr.Dataset) -> float:
     return float(abs(ratio - list(RATIOS.values())).max())
 
 
-def regained(entropy: xr.DataArray, dim: str) -> xr.DataArray:
-    """Return how far the entropy ends above its minimum, in nats."""
-    return entropy.isel({dim: -1}) - entropy.min(dim)
-
-
 FIGURE_CLAIMS = (
     Claim(
         "figure-4",
         "Figure 4: attention turns sparse, then dense again.",
-        lambda run: regained(run.figure_4_entropy_euler, "figure_4_step"),
+        lambda run: recovery(run.figure_4_entropy_euler, "figure_4_step"),
         above(0.0),
         kind="figure",
         quantity="entropy of the last Euler step less its minimum, in nats, with the targets of the figure",
@@ -192,7 +188,7 @@ THEOREM_CLAIMS = (
     Claim(
         "nonlinear-returns",
         "With the drive μ − v of Theorem 4 the block's attention turns dense again.",
-        lambda run: regained(run.entropy, "time"),
+        lambda run: recovery(run.entropy, "time"),
         above(0.0),
         kind="reading",
         quantity="entropy at the end of SGD less its minimum, in nats",

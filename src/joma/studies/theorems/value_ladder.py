@@ -15,8 +15,8 @@ from joma.arguments import InputError, scalar, whole
 from joma.data.tokens import contexts
 from joma.models.one_layer import OneLayer, prefix_frequencies
 from joma.models.one_layer_config import OneLayerConfig
+from joma.studies.surprisal import surprisal
 from joma.studies.theorems.invariance_training import concat
-from joma.studies.theorems.surprisal import surprisal
 from joma.studies.theorems.value_training import (
     DIMS,
     Config,

@@ -18,8 +18,8 @@ from joma.arguments import InputError, scalar, whole
 from joma.data.tokens import token_classes
 from joma.models.one_layer import OneLayer
 from joma.models.one_layer_config import OneLayerConfig
+from joma.studies.surprisal import surprisal
 from joma.studies.theorems.invariance_training import DIVERGED, concat, overlapping
-from joma.studies.theorems.surprisal import surprisal
 from joma.study import Arms, Context, LabelledTraining
 from joma.theory import factored, invariants
 from joma.train import Optimiser, Record

@@ -17,11 +17,11 @@ import xarray as xr
 from joma.arguments import InputError, choice, distinct, positive, whole
 from joma.data.tokens import token_classes
 from joma.models.block import ACTIVATIONS, ATTENTIONS, Block, BlockConfig
+from joma.studies.surprisal import cross_entropy_by_row
 from joma.studies.theorems.invariance_training import (
     BREAKERS,
     DIMS,
     DIVERGED,
-    cross_entropy,
     measure_exp,
     measure_softmax,
     overlapping,
@@ -80,7 +80,7 @@ def train(setting: WatchedBlock) -> xr.Dataset:
     samples = x.repeat(len(pairs), 1, 1)
     trajectory = context.fit(
         _block(setting, context.generators("weights", arms)),
-        lambda model, _: cross_entropy(model, samples),
+        lambda model, _: cross_entropy_by_row(model(samples)),
         optimiser=_optimiser(setting, pairs),
         steps=setting.steps,
         record=Record(measure_softmax if setting.attention == "softmax" else measure_exp, dims=DIMS),
