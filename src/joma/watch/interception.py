@@ -33,6 +33,7 @@ from joma.watch.recording import Recording
 from joma.watch.softmaxes import LINEAR, SOFTMAXES, Softmaxes, Use, attention_logits, head_count, holds_values
 from joma.watch.switches import compilation
 from joma.watch.unseen import NO_VALUES, never_recorded
+from joma.watch.weight_functions import IN_PLACE
 from joma.watch.written_softmaxes import STEPS
 
 _SDPA = F.scaled_dot_product_attention
@@ -58,6 +59,7 @@ class Interceptor(TorchFunctionMode):
             F.softmin: self._softmin,
             **{function: partial(self._subtract, function) for function in _SUBTRACTIONS},
             **{function: partial(self._written, function) for function in STEPS},
+            **{function: partial(self._in_place, function) for function in IN_PLACE},
         }
 
     def __torch_function__(
@@ -213,6 +215,14 @@ class Interceptor(TorchFunctionMode):
             self._note_softmax(active, softmax[0], result, softmax[1])
         elif self._followed:
             self.softmaxes.follow(func, args, kwargs, result)  # which is no use of them
+        return result
+
+    def _in_place(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function that may hide keys in weights themselves, and compare them with what they were."""
+        before = self.softmaxes.copy(args[0]) if self._followed and args else None
+        result = func(*args, **kwargs)
+        if self._followed:
+            self.softmaxes.follow(func, args, kwargs, result, before)  # which is no use of them
         return result
 
     def _measure_softmax(self, use: Use) -> None:

@@ -19,7 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from joma.watch.weight_functions import COPIES, PERMUTATIONS, SELECTIONS, VIEWS, WITHOUT_WEIGHTS, leaves_weights
+from joma.watch.weight_functions import (
+    COPIES,
+    PERMUTATIONS,
+    SELECTIONS,
+    VIEWS,
+    WITHOUT_WEIGHTS,
+    after_mask,
+    leaves_weights,
+    may_hide_keys,
+)
 from joma.watch.written_softmaxes import WrittenSoftmaxes
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head", "h")
@@ -37,6 +46,7 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # the positions of the two factors amo
     Tensor.baddbmm: (1, 2),
 }
 CHANGED = "changes its weights after the softmax"
+HIDES = "hides keys after the softmax that have weight"
 SEVERAL = "weighs values by several softmaxes"
 LINEAR = "averages values that a softmax has averaged already: linear attention"
 
@@ -67,6 +77,7 @@ class _Trace(NamedTuple):
     columns: tuple[int, int]  # the first key and the end of those that are left
     change: str  # how the weights have been changed; "" if they have not
     version: int | None  # of the tensor, or None if unknown
+    emptied: Tensor | None = None  # the rows of the logits that a mask has emptied
 
     @property
     def key_axis(self) -> int | None:
@@ -105,6 +116,7 @@ class Use(NamedTuple):
     columns: tuple[int, int]
     change: str = ""  # why its logits are not those of the weights
     averaged: Softmax | None = None  # the softmax that has averaged the values before
+    emptied: Tensor | None = None  # the rows of the logits that a mask has emptied after the softmax
 
 
 class Softmaxes:
@@ -151,10 +163,23 @@ class Softmaxes:
         if logits.ndim > 3 and maximum.shape == (*logits.shape[:-1], 1) and logits.shape[-1] > 1:
             self._shift = weakref.ref(result), logits
 
+    def copy(self, tensor: Any) -> Tensor | None:
+        """Return a copy of a tensor that holds weights, before a function changes it in place; None of any other."""
+        trace = self.traces.get(id(tensor))
+        return None if trace is None or trace.tensor() is not tensor else tensor.detach().clone()
+
     def follow(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        result: Any,
+        before: Tensor | None = None,
     ) -> Use | None:
-        """Follow the weights among the arguments of a call to its result; return their use if this is one."""
+        """Follow the weights among the arguments of a call to its result; return their use if this is one.
+
+        `before` is a copy of weights that the call has changed in place.
+        """
         operands = list(self._operands(args, kwargs))
         if not operands:
             return None
@@ -169,7 +194,7 @@ class Softmaxes:
                 return self._use(trace, product, result)
             if not product.keeps_keys:
                 return None
-        self._derive(call, operands, SEVERAL if several else "", result)
+        self._derive(call, operands, SEVERAL if several else "", result, before)
         return None
 
     def _use(self, trace: _Trace, product: _Product, result: Any) -> Use:
@@ -181,7 +206,7 @@ class Softmaxes:
                 averaged = softmax
         if isinstance(result, Tensor):
             self._averages.append((weakref.ref(result), trace.softmax))
-        return Use(trace.softmax, product.queries, trace.columns, trace.changed(), averaged)
+        return Use(trace.softmax, product.queries, trace.columns, trace.changed(), averaged, trace.emptied)
 
     def _operands(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[tuple[int, _Trace]]:
         """Yield the arguments that hold weights, with their positions; a list counts as its items."""
@@ -191,7 +216,9 @@ class Softmaxes:
                 if trace is not None and trace.tensor() is value:
                     yield position + offset, trace
 
-    def _derive(self, call: _Call, operands: list[tuple[int, _Trace]], change: str, result: Any) -> None:
+    def _derive(
+        self, call: _Call, operands: list[tuple[int, _Trace]], change: str, result: Any, before: Tensor | None
+    ) -> None:
         """Follow the weights to the tensors of `result`, and note whether the function may have changed them."""
         func, trace = call.func, operands[0][1]
         tensor = trace.tensor()
@@ -205,6 +232,8 @@ class Softmaxes:
         arguments = (*call.args, *call.kwargs.values())
         if not change and not (alone and leaves_weights(func, arguments, tensor, trace.key_axis)):
             change = CHANGED
+            if alone and may_hide_keys(func, arguments):
+                trace, change = _masked(trace, tensor if before is None else before, result)
         for part in result if isinstance(result, list | tuple) else (result,):
             if isinstance(part, Tensor) and (change or part.is_floating_point()):
                 self._follow_to(part, call, trace, change)
@@ -225,16 +254,25 @@ class Softmaxes:
             columns = _cut(trace, tensor, part)
         elif part.ndim != tensor.ndim or call.func not in SELECTIONS:
             return
-        self._keep(part, trace.softmax, axes, columns, change)
+        self._keep(part, trace.softmax, axes, columns, change=change, emptied=trace.emptied)
 
-    def _keep(self, tensor: Tensor, softmax: Softmax, axes: Axes, columns: tuple[int, int], change: str = "") -> None:
+    def _keep(
+        self,
+        tensor: Tensor,
+        softmax: Softmax,
+        axes: Axes,
+        columns: tuple[int, int],
+        *,
+        change: str = "",
+        emptied: Tensor | None = None,
+    ) -> None:
         number = id(tensor)
 
         def forget(_: object, traces: dict[int, _Trace] = self.traces) -> None:
             traces.pop(number, None)
 
         version = None if tensor.is_inference() else tensor._version
-        self.traces[number] = _Trace(weakref.ref(tensor, forget), softmax, axes, columns, change, version)
+        self.traces[number] = _Trace(weakref.ref(tensor, forget), softmax, axes, columns, change, version, emptied)
 
     def _forget(self, softmax: Softmax) -> None:
         for number, trace in list(self.traces.items()):
@@ -249,6 +287,8 @@ def attention_logits(use: Use, heads: int | None) -> tuple[Tensor, Tensor | None
     """
     softmax = use.softmax
     logits, queries = softmax.logits.detach(), list(use.queries)
+    if use.emptied is not None:
+        logits = logits.masked_fill(use.emptied, -torch.inf)
     if len(queries) > 1 and logits.ndim - len(queries) < 3:  # heads and queries have been merged into one axis
         queries.remove(next((axis for axis in queries if logits.shape[axis] == heads), queries[0]))
     others = [axis for axis in range(logits.ndim) if axis != softmax.axis and axis not in queries]
@@ -353,6 +393,22 @@ def _is_parameter(tensor: Tensor) -> bool:
 def _is_mask(index: Any, value: Any) -> bool:
     """Whether `weights[index] = value` fills what a mask hides."""
     return isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(value, Tensor)
+
+
+def _masked(trace: _Trace, before: Tensor, after: Any) -> tuple[_Trace, str]:
+    """Return what is known of weights after a mask, and how it has changed them."""
+    if not isinstance(after, Tensor) or not holds_values(before):
+        return trace, ""
+    keeps, emptied = after_mask(before.detach(), after.detach(), trace.key_axis)
+    if not keeps or emptied is None:
+        return trace, "" if keeps else HIDES
+    order = [axis for origin in trace.axes for axis in origin]
+    logits = trace.softmax.logits
+    if sorted(order) != list(range(logits.ndim)):
+        return trace, HIDES
+    rows = emptied.reshape([1 if axis == trace.softmax.axis else logits.shape[axis] for axis in order])
+    rows = rows.permute([order.index(axis) for axis in range(logits.ndim)])
+    return trace._replace(emptied=rows if trace.emptied is None else rows | trace.emptied), ""
 
 
 def _same_storage(result: Tensor, tensor: Tensor) -> bool:

@@ -65,7 +65,9 @@ def attention(
     are then computed), and compiled models run eagerly. A call that cannot be measured (nested tensors, vmap) proceeds
     with one warning. Dropout of attention weights is not part of the entropy. What a backward pass computes again
     (gradient checkpointing) is not recorded twice. The device is not synchronised before `.dataset()`, unless a model
-    drops a column after its softmax (GPT-OSS), or keys are hidden by packed position ids.
+    drops a column after its softmax (GPT-OSS) or applies a mask after it, or keys are hidden by packed position ids. Such
+    a mask may hide what had no weight, or empty whole rows, which are then undefined; if it hides more, the module is
+    listed in `not_seen`.
 
     Args:
         model: the module to watch, and to call.
