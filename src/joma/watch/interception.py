@@ -269,7 +269,7 @@ def _rows(call: AttentionCall, recordings: list[Recording], keys: Any) -> dict[s
         tokens = (recording.first_tokens(call, keys) for recording in recordings)
         first = next((first for first in tokens if first is not None), None)
         sinks = 0 if first is None else first.clamp_min(0)
-    if "distance" in names and not recordings[0].row_masks.reads_another:
+    if "distance" in names and call.positions is None and not recordings[0].row_masks.reads_another:
         call, excess = without_empty_keys(call, keys)
     rows = summary_rows(call, names, top=top, sinks=sinks, precision=precision)
     if first is not None:

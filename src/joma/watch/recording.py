@@ -20,6 +20,7 @@ from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.summary import MAX_TOP, MEASURES, AttentionCall, Sinks, check_measures
 from joma.watch.blocks import first_free
 from joma.watch.rows import RowMasks, check_rows
+from joma.watch.sequence_starts import sequence_starts
 from joma.watch.unseen import NO_VALUES, AttentionNotSeen, Kind, describe, unseen_reason
 from joma.watch.views import RecordingViews
 
@@ -289,7 +290,8 @@ class Recording(RecordingViews):
         tensor = call.query if call.logits is None else call.logits
         if not isinstance(tensor, Tensor) or tensor.ndim != 4:
             return None
-        first = self.row_masks.first_tokens(self._call_stack[-1].name, tensor.shape[0], tensor.shape[2], keys)
+        name, shown = self._call_stack[-1].name, sequence_starts(call)
+        first = self.row_masks.first_tokens(name, tensor.shape[0], tensor.shape[2], keys, shown)
         return None if first is None else first[:, None]
 
     def record(

@@ -65,16 +65,18 @@ def attention(
     are then computed), and compiled models run eagerly. A call that cannot be measured (nested tensors, vmap) proceeds
     with one warning. Dropout of attention weights is not part of the entropy. What a backward pass computes again
     (gradient checkpointing) is not recorded twice. The device is not synchronised before `.dataset()`, unless a model
-    drops a column after its softmax (GPT-OSS) or applies a mask after it, or keys are hidden by packed position ids. Such
-    a mask may hide what had no weight, or empty whole rows, which are then undefined; if it hides more, the module is
-    listed in `not_seen`.
+    drops a column after its softmax (GPT-OSS) or applies a mask after it, or keys are hidden by packed position ids.
+    Such a mask may hide what had no weight, or empty whole rows, which are then undefined; if it hides more, the module
+    is listed in `not_seen`.
 
     Args:
         model: the module to watch, and to call.
         measures: names of measures of `joma.attention_summary`, such as "entropy", "sink_mass" or "distance".
         top: the number of keys that "top_mass" adds up, at most 16.
         sinks: the keys whose weight "sink_mass" adds up, by default 0: the first token of the row's own sequence, which
-            is not key 0 if the batch is padded on the left or packed.
+            is not key 0 if the batch is padded on the left or packed. Where sequences begin is read from the masks and
+            position ids of the modules, and from what the attention itself shows where it has as many keys as queries.
+            A sink that its row does not see has weight 0.
         precision: as in `joma.attention_entropy`, "highest" or "high".
         reduce: "mean" over sequences and query positions, "batch" over sequences alone, or "none" to keep [batch, head,
             query]. The largest logit is reduced by its maximum.
