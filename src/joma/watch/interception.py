@@ -48,7 +48,7 @@ class Interceptor(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.recordings: list[Recording] = []
-        self.softmaxes = Softmaxes()
+        self.softmaxes = Softmaxes(self._is_constant)
         self._followed = self.softmaxes.traces
         self._off = False  # inside a call that has been measured as a whole
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -80,6 +80,10 @@ class Interceptor(TorchFunctionMode):
     def active(self) -> list[Recording]:
         """The recordings of models that are being called."""
         return [recording for recording in self.recordings if recording.active]
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter, or a buffer of a watched model."""
+        return any(tensor in recording.constants for recording in self.recordings)
 
     def measure(self, call: AttentionCall, depths: Mapping[Recording, int] | None = None) -> dict[Recording, str]:
         """Add the measures of an attention to each active recording; recordings with equal options share them.

@@ -19,6 +19,7 @@ from joma.arguments import MAX_WHOLE, InputError, StateError, choice, whole
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.summary import MAX_TOP, MEASURES, AttentionCall, Sinks, check_measures
 from joma.watch.blocks import first_free
+from joma.watch.constants import Constants
 from joma.watch.rows import RowMasks, check_rows
 from joma.watch.sequence_starts import sequence_starts
 from joma.watch.unseen import NO_VALUES, AttentionNotSeen, Kind, describe, unseen_reason
@@ -78,6 +79,7 @@ class Recording(RecordingViews):
         measures: the names of the measures.
         longest: the number of keys in the longest attention recorded.
         not_seen: for each layer that seems to be attention and was called, but not recorded, the reason.
+        constants: the parameters and buffers of the model; the context gives them.
         row_masks: the masks that the model's modules are called with, and which rows they leave open.
         options: the measures to compute and how: recordings with the same options share one computation.
         refused: the error that explains why a call was not recorded, the first one if there are several, or None.
@@ -106,6 +108,7 @@ class Recording(RecordingViews):
         self.refused: InputError | None = None
         self._has_weights = False  # whether a module of `not_seen` has attention weights
         self._warned: set[str] = set()  # layers of `not_seen` of which a warning has been given
+        self.constants = Constants(())
         self.listeners: list[Callable[[str, AttentionCall], None]] = []
         self.pass_started: list[Callable[[], None]] = []
         self.pass_ended: list[Callable[[], None]] = []

@@ -2,8 +2,9 @@
 
 A softmax alone may be anything: a router, a gate, the output of a classifier. Its result is followed until a matrix
 product or an einsum adds up its axis of keys. If the other factor has an axis of keys but no axis of queries, and is no
-parameter, then the softmax was attention. Its logits are measured if all functions in between leave the weights as they
-are (`weight_functions`). If one changes them, the weights are not those of the logits, and the reason is reported.
+parameter or buffer, then the softmax was attention. Its logits are measured if all functions in between leave the
+weights as they are (`weight_functions`). If one changes them, the weights are not those of the logits, and the reason is
+reported.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class Softmaxes:
         written: the steps of softmaxes that modules write out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_constant: Callable[[Tensor], bool]) -> None:
+        self._is_constant = is_constant  # whether a tensor is a parameter or a buffer of a model
         self.traces: dict[int, _Trace] = {}
         self.written = WrittenSoftmaxes()
         self._shift: tuple[weakref.ref[Tensor], Tensor] | None = None  # logits minus their maximum, and the logits
@@ -185,7 +187,7 @@ class Softmaxes:
             return None
         call, several = _Call(func, args, kwargs or {}), len({id(trace.softmax) for _, trace in operands}) > 1
         for position, trace in () if several else operands:
-            product = _product(call, position, trace)
+            product = _product(call, position, trace, self._is_constant)
             if product is None:
                 break
             if product.queries and not trace.softmax.used:
@@ -336,14 +338,14 @@ def head_count(modules: Iterator[nn.Module]) -> int | None:
     return None
 
 
-def _product(call: _Call, position: int, trace: _Trace) -> _Product | None:
+def _product(call: _Call, position: int, trace: _Trace, is_constant: Callable[[Tensor], bool]) -> _Product | None:
     """Return what a product does with the weights at a position of its arguments; None if it is no product."""
     if call.func in PRODUCTS:
-        return _matrix_product(call, position, trace)
-    return _einsum(call.args, position, trace) if call.func is torch.functional.einsum else None
+        return _matrix_product(call, position, trace, is_constant)
+    return _einsum(call.args, position, trace, is_constant) if call.func is torch.functional.einsum else None
 
 
-def _matrix_product(call: _Call, position: int, trace: _Trace) -> _Product:
+def _matrix_product(call: _Call, position: int, trace: _Trace, is_constant: Callable[[Tensor], bool]) -> _Product:
     """Return the axes of queries if a matrix product adds up the keys."""
     left, right = PRODUCTS[call.func]
     if position not in (left, right) or len(call.args) <= max(left, right):
@@ -354,10 +356,10 @@ def _matrix_product(call: _Call, position: int, trace: _Trace) -> _Product:
         return _Product()
     if axes[-1] != (trace.softmax.axis,):
         return _Product(keeps_keys=True)
-    return _Product() if _is_parameter(other) else _Product(axes[-2], [other])
+    return _Product() if is_constant(other) else _Product(axes[-2], [other])
 
 
-def _einsum(args: tuple[Any, ...], position: int, trace: _Trace) -> _Product:
+def _einsum(args: tuple[Any, ...], position: int, trace: _Trace, is_constant: Callable[[Tensor], bool]) -> _Product:
     """Return the axes of queries if an einsum adds up the keys."""
     if not isinstance(args[0], str):
         return _Product()
@@ -368,7 +370,7 @@ def _einsum(args: tuple[Any, ...], position: int, trace: _Trace) -> _Product:
         letters = inputs.replace(",", "").replace(".", "")
         output = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     term = terms.pop(position - 1)
-    values = [operand for operand in _without(operands, position - 1) if not _is_parameter(operand)]
+    values = [operand for operand in _without(operands, position - 1) if not is_constant(operand)]
     before, _, after = term.partition("...")
     named = dict(zip(before, trace.axes, strict=False)) | dict(zip(reversed(after), reversed(trace.axes), strict=False))
     keys = [letter for letter, origin in named.items() if origin == (trace.softmax.axis,)]
@@ -383,11 +385,6 @@ def _einsum(args: tuple[Any, ...], position: int, trace: _Trace) -> _Product:
 
 def _without(items: Any, index: int) -> list[Any]:
     return [item for number, item in enumerate(items) if number != index]
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def _is_mask(index: Any, value: Any) -> bool:

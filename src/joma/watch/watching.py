@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from joma.arguments import InputError
 from joma.probes.summary import Sinks
 from joma.watch.blocks import all_modules, layer_names
+from joma.watch.constants import Constants
 from joma.watch.flash import rebound
 from joma.watch.interception import interception, measured_function
 from joma.watch.module_hooks import Hooks, module_hooks
@@ -102,6 +103,7 @@ def attention(
     check_model(model, modules)
     options: dict[str, Any] = {"precision": precision, "reduce": reduce, "rows": rows}
     recording = Recording(model, measures=measures, top=top, sinks=sinks, **options)
+    recording.constants = Constants(modules.values())
     recording.keep_maps(maps)
     with ExitStack() as stack:
         stack.enter_context(without_fast_path(modules.values()))
