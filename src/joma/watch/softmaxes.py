@@ -3,8 +3,8 @@
 A softmax alone may be anything: a router, a gate, the output of a classifier. Its result is followed until a matrix
 product or an einsum adds up its axis of keys. If the other factor has an axis of keys but no axis of queries, and is no
 parameter or buffer, then the softmax was attention. Its logits are measured if all functions in between leave the
-weights as they are (`weight_functions`). If one changes them, the weights are not those of the logits, and the reason is
-reported.
+weights as they are (`weight_functions`). If one changes them, the weights are not those of the logits, and the reason
+is reported.
 """
 
 from __future__ import annotations
