@@ -236,7 +236,9 @@ class Interceptor(TorchFunctionMode):
         if softmax is not None:
             self._note_softmax(active, softmax[0], result, softmax[1])
         elif self._followed:
-            self.softmaxes.follow(func, args, kwargs, result)  # which is no use of them
+            use = self.softmaxes.follow(func, args, kwargs, result)
+            if use is not None:
+                self._measure_softmax(use)
         return result
 
     def _in_place(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +246,7 @@ class Interceptor(TorchFunctionMode):
         before = self.softmaxes.copy(args[0]) if self._followed and args else None
         result = func(*args, **kwargs)
         if self._followed:
-            self.softmaxes.follow(func, args, kwargs, result, before)  # which is no use of them
+            self.softmaxes.follow(func, args, kwargs, result, before)  # no use of them
         return result
 
     def _measure_softmax(self, use: Use) -> None:

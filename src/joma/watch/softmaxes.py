@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from joma.watch.weight_functions import (
     COPIES,
+    MULTIPLICATIONS,
     PERMUTATIONS,
     SELECTIONS,
     VIEWS,
@@ -30,7 +31,7 @@ from joma.watch.weight_functions import (
     leaves_weights,
     may_hide_keys,
 )
-from joma.watch.written_softmaxes import WrittenSoftmaxes
+from joma.watch.written_softmaxes import SUMS, WrittenSoftmaxes, sum_axes
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head", "h")
 Axes = tuple[tuple[int, ...], ...]  # for each axis of a tensor, the axes of the softmax that it comes from
@@ -45,9 +46,12 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # the positions of the two factors amo
     Tensor.bmm: (0, 1),
     torch.baddbmm: (1, 2),
     Tensor.baddbmm: (1, 2),
+    torch.linalg.matmul: (0, 1),
+    F.linear: (0, 1),  # with the second factor transposed
 }
 CHANGED = "changes its weights after the softmax"
 HIDES = "hides keys after the softmax that have weight"
+SUMMED = "adds up products of weights and values without a matrix product"
 SEVERAL = "weighs values by several softmaxes"
 LINEAR = "averages values that a softmax has averaged already: linear attention"
 
@@ -254,9 +258,20 @@ class Softmaxes:
             axes = _reshaped(axes, tensor.shape, part.shape)
         elif part.ndim == tensor.ndim and call.func in VIEWS and _same_storage(part, tensor):
             columns = _cut(trace, tensor, part)
+        elif part.ndim == tensor.ndim and call.func in MULTIPLICATIONS and self._weighs_values(call, tensor, axes):
+            change = SUMMED
         elif part.ndim != tensor.ndim or call.func not in SELECTIONS:
             return
         self._keep(part, trace.softmax, axes, columns, change=change, emptied=trace.emptied)
+
+    def _weighs_values(self, call: _Call, tensor: Tensor, axes: Axes) -> bool:
+        """Whether weights are multiplied by what is the same for several queries: values, before keys are added up."""
+        other = next((argument for argument in call.args if argument is not tensor), None)
+        if not isinstance(other, Tensor) or self._is_constant(other):
+            return False
+        shape = (*(1,) * (tensor.ndim - other.ndim), *other.shape)
+        sizes = zip(axes, tensor.shape, shape, strict=True)
+        return any(origin and size > 1 and of_other == 1 for origin, size, of_other in sizes)
 
     def _keep(
         self,
@@ -342,6 +357,9 @@ def _product(call: _Call, position: int, trace: _Trace, is_constant: Callable[[T
     """Return what a product does with the weights at a position of its arguments; None if it is no product."""
     if call.func in PRODUCTS:
         return _matrix_product(call, position, trace, is_constant)
+    if call.func in SUMS and trace.change == SUMMED:
+        others = tuple(axis for origin in trace.axes for axis in origin if axis != trace.softmax.axis)
+        return _Product(others) if trace.key_axis in sum_axes(call.args, call.kwargs, len(trace.axes)) else None
     return _einsum(call.args, position, trace, is_constant) if call.func is torch.functional.einsum else None
 
 
@@ -350,7 +368,8 @@ def _matrix_product(call: _Call, position: int, trace: _Trace, is_constant: Call
     left, right = PRODUCTS[call.func]
     if position not in (left, right) or len(call.args) <= max(left, right):
         return _Product()
-    axes = trace.axes if position == left else (*trace.axes[:-2], *reversed(trace.axes[-2:]))
+    as_given = position == left or call.func is F.linear
+    axes = trace.axes if as_given else (*trace.axes[:-2], *reversed(trace.axes[-2:]))
     other = call.args[right if position == left else left]
     if len(axes) < 2 or not isinstance(other, Tensor):
         return _Product()
