@@ -71,11 +71,11 @@ def attention(
     is listed in `not_seen`.
 
     A softmax of at least three axes is followed through functions that permute, reshape, mask and scale it up to
-    `matmul`, `bmm`, `einsum` or `linear` with values that are no parameters or buffers. Sums of elementwise products are
-    listed in `not_seen`. Not seen at all, unless the name of the module's class says attention, are other ways to average
-    values: `tensordot`, one sequence or head of the weights at a time, and functions of your own in C++ or Triton.
-    Where sequences and heads share an axis, the modules' arguments say how many there are; if they do not, the layer is
-    recorded as one head and listed in `heads_unknown`, with one warning.
+    `matmul`, `bmm`, `einsum` or `linear` with values that are no parameters or buffers. Sums of elementwise products
+    are listed in `not_seen`. Not seen at all, unless the name of the module's class says attention, are other ways to
+    average values: `tensordot`, one sequence or head of the weights at a time, and functions of your own in C++ or
+    Triton. Where sequences and heads share an axis, the modules' arguments say how many there are; if they do not, the
+    layer is recorded as one head and listed in `heads_unknown`, with one warning.
 
     Args:
         model: the module to watch, and to call.
