@@ -16,6 +16,8 @@ from watch.test_softmaxes import BATCH, HEADS, LENGTH, WIDTH, Layer, expected_en
 class WithBuffer(nn.Module):
     """A layer that gives its buffer to `compute`, beside its inputs."""
 
+    store: Tensor
+
     def __init__(self, compute: Callable[..., Tensor], *shape: int) -> None:
         super().__init__()
         self.compute = compute

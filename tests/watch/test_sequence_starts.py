@@ -127,7 +127,7 @@ def test_documents_of_flex_attention() -> None:
     shown = create_block_mask(document, 1, None, 8, 8, device="cpu")
     model = Attend(lambda query, key, shown: flex_attention(query, key, key, block_mask=shown))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        patch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
         values = recorded(model, query, query, shown)
     plain = expected(query, query, packed(lengths, 99, causal=True), lengths)
     torch.testing.assert_close(values, plain, atol=2e-6, rtol=1e-5)
