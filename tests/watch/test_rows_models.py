@@ -199,7 +199,7 @@ def test_torch_modules(kind: str, layers: int, batch_first: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("measure", ["entropy", "sink_mass"])
+@pytest.mark.parametrize("measure", ["entropy", "sink_mass", "distance"])
 def test_packed_sequences(name: str, measure: str) -> None:
     parts = sequences([3, 1, 5, 2])
     positions = torch.cat([torch.arange(len(part)) for part in parts])[None]

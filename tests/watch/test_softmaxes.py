@@ -113,8 +113,13 @@ def softmin(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.softmin(-(query @ key.mT), dim=-1) @ value
 
 
+def linalg(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.linalg.matmul((query @ key.mT).softmax(-1), value)
+
+
 ATTENTIONS = [
     method,
+    linalg,
     cast_dropped_and_masked,
     flattened,
     viewed_after,
@@ -144,6 +149,20 @@ def test_attention_is_found_by_its_use_and_has_the_entropy_of_its_weights(comput
     query, key, _ = inputs()
     largest = torch.as_tensor(seen.dataset().largest_logit.values[0, 0]).float()
     torch.testing.assert_close(largest, (query @ key.mT).amax(-1))
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_a_linear_map_by_the_values_is_attention(weights_first: bool) -> None:
+    """The weights may be its input, or its matrix."""
+
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        weights = (query @ key.mT).softmax(-1)
+        return F.linear(weights, value[0].mT) if weights_first else F.linear(value.mT, weights[0])
+
+    layer, (query, key, value) = Layer(compute), (tensor[:1, 0] for tensor in inputs())
+    with attention(layer, reduce="none") as seen:
+        layer(query, key, value)
+    torch.testing.assert_close(seen.passes[0]["Layer"], expected_entropy()[:1, :1], atol=2e-6, rtol=0)
 
 
 def exponentials_changed_in_place(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -191,7 +210,10 @@ def router(query: Tensor, _: Tensor, value: Tensor) -> Tensor:
     """Weigh what experts return, token by token."""
     gates = query[:, 0].softmax(-1)
     experts = torch.stack([value[:, 0]] * WIDTH)
-    return torch.einsum("bte,ebtd->btd", gates, experts) + (gates[..., None, :] @ experts.movedim(0, 2))[..., 0, :]
+    mixed = (gates[..., None] * experts.movedim(0, 2)).sum(-2)
+    return (
+        mixed + torch.einsum("bte,ebtd->btd", gates, experts) + (gates[..., None, :] @ experts.movedim(0, 2))[..., 0, :]
+    )
 
 
 def soft_lookup(query: Tensor, key: Tensor, _: Tensor) -> Tensor:
@@ -392,8 +414,28 @@ def test_changes_in_place_are_seen_in_inference_mode() -> None:
             check_not_seen(compute, "changes its weights after the softmax")
 
 
+MASK = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+
+
 def difference_of_softmaxes(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return ((query @ key.mT).softmax(-1) - 0.5 * (key @ query.mT).softmax(-1)) @ value
+
+
+def multiplied_and_added_up(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).softmax(-1)
+    return (weights[..., None] * value[:, :, None]).sum(-2)
+
+
+def multiplied_from_the_right(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).softmax(-1)
+    return torch.sum(value.unsqueeze(2) * weights.unsqueeze(4), dim=(3,))
+
+
+@pytest.mark.parametrize(
+    "compute", [multiplied_and_added_up, multiplied_from_the_right], ids=lambda compute: compute.__name__
+)
+def test_products_that_are_added_up_are_listed(compute: Callable) -> None:
+    check_not_seen(compute, "adds up products of weights and values without a matrix product")
 
 
 def test_weights_of_several_softmaxes_are_listed() -> None:
@@ -416,12 +458,11 @@ def test_linear_attention_is_no_attention(compute: Callable) -> None:
     check_not_seen(compute, "averages values that a softmax has averaged already: linear attention")
 
 
-MASK = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-
-
 def with_harmless_functions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Apply again what leaves the weights: a head mask, a mask that hides nothing, scales, and copies."""
-    weights = (query @ key.mT).softmax(-1).clone() * torch.tensor([1.0, 0.0, 2.0])[:, None, None]
+    """Apply again what leaves the weights: head masks, a mask of what is hidden already, scales, and copies."""
+    logits = (query @ key.mT).masked_fill(~MASK, -torch.inf)
+    weights = logits.softmax(-1).clone() * torch.tensor([1.0, 0.0, 2.0])[:, None, None]
+    weights = weights * torch.tensor([False, True, True])[:, None, None]
     weights = weights.masked_fill(weights.isnan(), 0.0).nan_to_num().masked_fill_(~MASK, 0.0)
     weights = torch.where(MASK, weights, torch.zeros_like(weights)) * MASK
     weights[~MASK.expand_as(weights)] = 0.0

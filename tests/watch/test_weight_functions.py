@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from joma.watch.weight_functions import COPIES, DIVISIONS, MASKS, MULTIPLICATIONS, VIEWS, leaves_weights
+from joma.watch.weight_functions import (
+    COPIES,
+    DIVISIONS,
+    DROPOUTS,
+    MASKS,
+    MULTIPLICATIONS,
+    VIEWS,
+    after_mask,
+    leaves_weights,
+    may_hide_keys,
+)
 from tiny_models import random_normal
 
 SHAPE = 2, 3, 4, 5
@@ -42,7 +53,7 @@ def test_a_factor_leaves_rows_if_it_is_the_same_for_all_keys(func: Callable, axe
         assert leaves_weights(func, (tensor, factor), tensor, key_axis) == expected
         assert leaves_weights(func, (factor, tensor), tensor, key_axis) == expected
     assert leaves_weights(func, (tensor, 2.0), tensor, None)
-    assert leaves_weights(func, (tensor, positive > 0), tensor, None)
+    assert may_hide_keys(func, (tensor, positive > 0))
     assert not leaves_weights(func, (tensor, tensor.sum(-1, keepdim=True)), tensor, None)
 
 
@@ -75,10 +86,25 @@ def test_copies_and_views_leave_the_numbers() -> None:
 
 
 def test_masks_are_of_few_kinds() -> None:
-    assert F.dropout in MASKS
-    assert {func.__name__ for func in MASKS} == {
-        "dropout", "dropout_", "masked_fill", "masked_fill_", "where", "nan_to_num", "nan_to_num_"
-    }  # fmt: skip
+    assert F.dropout in DROPOUTS
+    assert {func.__name__ for func in DROPOUTS} == {"dropout", "dropout_", "nan_to_num", "nan_to_num_"}
+    assert {func.__name__ for func in MASKS} == {"masked_fill", "masked_fill_", "where"}
+
+
+@given(st.integers(0, 2**20 - 1), st.integers(0, 2**20 - 1), st.sampled_from([0, 1]), st.sampled_from([0.0, 0.5]))
+def test_a_mask_after_the_softmax_keeps_rows_if_what_it_hides_had_no_weight(
+    first: int, second: int, axis: int, fill: float
+) -> None:
+    """Rows are the same, or hold nothing, if and only if the mask keeps them; rows without a key are NaN before."""
+    hidden, again = (torch.tensor([code >> bit & 1 for bit in range(20)]).bool().view(4, 5) for code in (first, second))
+    before = random_normal(4, 5).masked_fill(hidden, -torch.inf).softmax(axis)
+    after = before.masked_fill(again, fill)
+    pairs = list(zip(before.movedim(axis, -1).tolist(), after.movedim(axis, -1).tolist(), strict=True))
+    empty = [row != old and not any(row) and not any(map(math.isnan, old)) for old, row in pairs]
+    keeps = [e or row == old or any(map(math.isnan, old)) for e, (old, row) in zip(empty, pairs, strict=True)]
+    masked = after_mask(before, after, axis)
+    assert masked.keeps == all(keeps)
+    assert [False] * len(empty) == empty if masked.emptied is None else masked.emptied.flatten().tolist() == empty
 
 
 @pytest.mark.parametrize("func", [torch.sqrt, Tensor.pow, torch.clamp, F.normalize, torch.sub, torch.cumsum])

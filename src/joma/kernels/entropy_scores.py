@@ -28,6 +28,7 @@ class Scores:
     softcap: float | None = None
     score_mod: Callable[..., Tensor] | None = None  # of score, batch, head, query and key, as in FlexAttention
     backwards: bool = False  # whether the last query comes first
+    places: Int[Tensor, "batch 1 query 1"] | None = None  # of the queries among the keys; as `offset` says if None
 
     @classmethod
     def of_logits(cls, logits: Float[Tensor, "batch head query key"], causal: bool = False) -> Scores:
@@ -51,6 +52,11 @@ class Scores:
     def offset(self) -> int:
         """The position of the first query: if there are more keys than queries, as with a cache, queries are last."""
         return 0 if self.causal else max(0, self.key.shape[2] - self.query.shape[2])
+
+    @property
+    def positions(self) -> Int[Tensor, "*batch query"]:
+        """The position of each row's query among the keys: for all alike, or [batch, query]."""
+        return self.offset + self.numbers if self.places is None else self.places[:, 0, :, 0]
 
     @property
     def group(self) -> int:
@@ -105,8 +111,8 @@ def from_matrix(scores: Scores, top: int = 1) -> Rows:
     logits = logit_matrix(scores)
     seen = logits.isfinite().any(dim=-1)
     p = logits.softmax(dim=-1)  # NaN in a row without a key
-    position = scores.offset + scores.numbers
-    distance = (position[:, None] - torch.arange(p.shape[-1], device=p.device)).abs()
+    distance = (scores.positions[..., None] - torch.arange(p.shape[-1], device=p.device)).abs()
+    distance = distance if scores.places is None else distance[:, None]
     return Rows(
         entropy_of(p),
         p.amax(dim=-1),

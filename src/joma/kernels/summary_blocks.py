@@ -57,7 +57,7 @@ def blocked(scores: Scores, top: int = 0, *, distance: bool = False, sink: int |
                 index = (*part, slice(first, min(first + size.queries, queries)))
                 query = scores.query[index].to(scores.dtype) * _unit(scores)
                 block = _RowBlock(scores, index, query.flatten(0, 1), key.flatten(0, 1))
-                sums = _RowSums(block.query, _Positions.of(scores, index[2]) if distance else None, min(top, keys))
+                sums = _RowSums(block.query, _Positions.of(scores, index) if distance else None, min(top, keys))
                 block.accumulate(sums, workspace, size.keys)
                 mean_score = torch.bmm(block.query, mean.flatten(0, 1).mT)
                 results[(slice(None), *index)] = sums.measures(mean_score).unflatten(1, query.shape[:2])
@@ -76,15 +76,19 @@ def blocked(scores: Scores, top: int = 0, *, distance: bool = False, sink: int |
 class _Positions(NamedTuple):
     """The positions of some rows, and the least and the greatest of them."""
 
-    values: Float[Tensor, " row"]
+    values: Float[Tensor, "some_head row"]
     range: tuple[int, int]
 
     @classmethod
-    def of(cls, scores: Scores, rows: slice) -> _Positions:
-        """Return the positions of the rows of a slice."""
+    def of(cls, scores: Scores, index: tuple[slice, slice, slice]) -> _Positions:
+        """Return the positions of the rows of some heads; given ones may lie anywhere."""
+        samples, heads, rows = index
+        if scores.places is not None:
+            places = scores.positions[samples, rows].to(scores.dtype)
+            return cls(places.repeat_interleave(heads.stop - heads.start, dim=0), (-1, scores.key.shape[2]))
         numbers = range(scores.query.shape[2])[:: -1 if scores.backwards else 1][rows]
         ends = sorted((scores.offset + numbers[0], scores.offset + numbers[-1]))
-        return cls((scores.offset + scores.numbers[rows]).to(scores.dtype), (ends[0], ends[1]))
+        return cls(scores.positions[rows].to(scores.dtype)[None], (ends[0], ends[1]))
 
 
 class _RowSums:
@@ -120,7 +124,7 @@ class _RowSums:
         Σ_j e_j (i − j) = (i − n) Σ_j e_j + Σ_j e_j (n − j).
         """
         assert self.positions is not None
-        (low, high), position = self.positions.range, self.positions.values[:, None]
+        (low, high), position = self.positions.range, self.positions.values[..., None]
         column = torch.arange(start, start + e.shape[-1], device=e.device, dtype=e.dtype)
         first = min(max(low + 1 - start, 0), e.shape[-1])  # keys before it are on the left of all rows
         last = min(max(high - start, first), e.shape[-1])  # keys from it on are on the right of all rows

@@ -44,7 +44,12 @@ def rounded(scores: Scores, top: int = 0, *, distance: bool = False, sink: int |
 
 def fits_triton(scores: Scores) -> bool:
     """Return whether our Triton kernels support these scores on this device."""
-    return scores.score_mod is None and not scores.backwards and entropy_choice.fits_triton(scores)
+    return (
+        scores.score_mod is None
+        and not scores.backwards
+        and scores.places is None
+        and entropy_choice.fits_triton(scores)
+    )
 
 
 # In the order of preference, by precision.

@@ -34,6 +34,8 @@ class AttentionCall:
         sink_logits: [head], one more logit in the denominator.
         score_mod: as in FlexAttention.
         logits: [*batch, head, query, key], with all of bias and mask in them, instead of queries and keys.
+        positions: [*batch, query], where each query stands among the keys, for distances; as in `attention_summary` if
+            None.
     """
 
     query: ArrayLike | Tensor | None = None
@@ -46,6 +48,7 @@ class AttentionCall:
     sink_logits: ArrayLike | Tensor | None = None
     score_mod: Callable[..., Tensor] | None = None
     logits: ArrayLike | Tensor | None = None
+    positions: Tensor | None = None
 
 
 def one_name(names: tuple[str, str], values: tuple[Any, Any]) -> Any:
@@ -123,10 +126,15 @@ def batches(call: AttentionCall) -> Batches:
         mask = _expanded(mask, (*lead, query.shape[-2], key.shape[-2]), query.device)
     empty = query.numel() == 0 or key.numel() == 0
     count = 0 if empty else torch.Size(lead[:-2]).numel()  # not flattened: an expanded mask would be copied
+    places = None if call.positions is None else call.positions[..., None, :, None]
+    places = places.flip(-2) if places is not None and backwards else places
     scores = [
-        Scores(nth(query, n), nth(key, n), _nth_mask(mask, n), causal, scale, softcap, score_mod, backwards)
+        Scores(
+            nth(query, n), nth(key, n), _nth_mask(mask, n), causal, scale, softcap, score_mod, backwards,
+            _nth_mask(places, n),
+        )
         for n in range(count)
-    ]
+    ]  # fmt: skip
     sink_logits = _sink_logits(call, query)
     return Batches(scores, query.shape[:-1], query, key.shape[-2], backwards, sink_logits)
 

@@ -150,11 +150,13 @@ def attention_summary(
         precision: "highest" or "high".
         top: how many of the heaviest keys `top_mass` counts, 1 to 16.
         sinks: the keys whose weight is `sink_mass`: a number, several numbers, or an integer tensor that broadcasts to
-            [*batch, head, query], one key for each row. Negative numbers count from the last key. A number out of
-            range gives NaN if the tensor is on a GPU, and is refused otherwise.
+            [*batch, head, query], one key for each row. Negative numbers count from the last key. A key that is hidden
+            from a row has no weight there, 0. A number out of range gives NaN if the tensor is on a GPU, and is refused
+            otherwise.
         softcap: c, the limit of the scores in models that cap them; no cap if not given.
         sink_logits: [head], one more logit in the denominator of each row, as GPT-OSS learns it. It counts as a key
-            for the entropy, and takes weight from the keys.
+            for the entropy, and takes weight from the keys: these sum to less than 1, in `top_mass` too, and the rest
+            is at no distance, 0.
         score_mod: a function of a score and the numbers of its batch, head, query and key, as in FlexAttention.
         is_causal, attn_mask: torch's names of `causal` and `mask`.
 

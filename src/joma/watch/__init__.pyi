@@ -6,6 +6,7 @@ from .failures import ProbeFailed as ProbeFailed
 from .gradients import gradient_norms as gradient_norms
 from .hidden_states import HiddenStates as HiddenStates
 from .hidden_states import activations as activations
+from .merged_heads import HeadsUnknown as HeadsUnknown
 from .recorder import Recorder as Recorder
 from .recording import Recording as Recording
 from .rows import RowsUnknown as RowsUnknown

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from joma.probes.summary import AttentionCall
@@ -90,9 +91,31 @@ def flash_call(
     if places is None and window == NO_WINDOW and slopes is None and (queries == keys or not causal):
         mask = None if padding is None else padding.bool()[:, None, None]
         return AttentionCall(query, key, mask=mask, causal=causal, **options)
+    if places is not None and queries != keys:
+        options["positions"] = _sequence_starts(*places) + places[0].position
     places = places or _aligned(queries, keys, query.device)
     padding = None if padding is None else padding.bool()
     return AttentionCall(query, key, score_mod=Visible(*places, padding, causal, window, slopes), **options)
+
+
+def first_keys(visible: Visible) -> Int[Tensor, "batch query"]:
+    """Return the first real key of the sequence of each query; that of a sequence without keys is any.
+
+    >>> places = places_of_positions(torch.tensor([[0, 1, 0, 1]]))
+    >>> first_keys(Visible(*places)), first_keys(Visible(*places, torch.tensor([[True, True, False, True]])))
+    (tensor([[0, 0, 2, 2]]), tensor([[0, 0, 3, 3]]))
+    """
+    starts = _sequence_starts(visible.queries, visible.keys).clamp(max=visible.keys.sequence.shape[-1] - 1)
+    if visible.padding is None:
+        return starts
+    keys = torch.arange(visible.padding.shape[-1], device=starts.device)
+    following = torch.where(visible.padding, keys, len(keys) - 1).flip(-1).cummin(-1).values.flip(-1)
+    return following.gather(-1, starts.expand(len(following), -1))
+
+
+def _sequence_starts(queries: Places, keys: Places) -> Int[Tensor, "batch query"]:
+    """Return the first key of the sequence of each query; sequences are numbered in their order."""
+    return torch.searchsorted(keys.sequence.contiguous(), queries.sequence.contiguous())
 
 
 def _aligned(queries: int, keys: int, device: torch.device) -> tuple[Places, Places]:

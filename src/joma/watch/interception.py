@@ -11,7 +11,7 @@ run normally and are not recorded.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
@@ -29,10 +29,12 @@ from joma.probes.summary import AttentionCall, summary_rows
 from joma.watch.empty_keys import without_empty_keys
 from joma.watch.flex import flex_call
 from joma.watch.layouts import attends_globally, fits, in_order, layout
-from joma.watch.recording import Recording
+from joma.watch.merged_heads import merged_heads, unknown_heads
+from joma.watch.recording import Frame, Recording
 from joma.watch.softmaxes import LINEAR, SOFTMAXES, Softmaxes, Use, attention_logits, head_count, holds_values
 from joma.watch.switches import compilation
 from joma.watch.unseen import NO_VALUES, never_recorded
+from joma.watch.weight_functions import IN_PLACE
 from joma.watch.written_softmaxes import STEPS
 
 _SDPA = F.scaled_dot_product_attention
@@ -47,7 +49,7 @@ class Interceptor(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.recordings: list[Recording] = []
-        self.softmaxes = Softmaxes()
+        self.softmaxes = Softmaxes(self._is_constant)
         self._followed = self.softmaxes.traces
         self._off = False  # inside a call that has been measured as a whole
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -58,6 +60,7 @@ class Interceptor(TorchFunctionMode):
             F.softmin: self._softmin,
             **{function: partial(self._subtract, function) for function in _SUBTRACTIONS},
             **{function: partial(self._written, function) for function in STEPS},
+            **{function: partial(self._in_place, function) for function in IN_PLACE},
         }
 
     def __torch_function__(
@@ -78,6 +81,10 @@ class Interceptor(TorchFunctionMode):
     def active(self) -> list[Recording]:
         """The recordings of models that are being called."""
         return [recording for recording in self.recordings if recording.active]
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter, or a buffer of a watched model."""
+        return any(tensor in recording.constants for recording in self.recordings)
 
     def measure(self, call: AttentionCall, depths: Mapping[Recording, int] | None = None) -> dict[Recording, str]:
         """Add the measures of an attention to each active recording; recordings with equal options share them.
@@ -141,8 +148,25 @@ class Interceptor(TorchFunctionMode):
         causal, mask = arguments.get("is_causal", False), arguments.get("attn_mask")
         call = AttentionCall(query, key, mask=mask, causal=causal, **options)
         active = self.active
-        self.measure(_in_order(call, active[0].call_stack[-1].module) if active else call)
+        call = _in_order(call, active[0].call_stack[-1].module) if active else call
+        if active and query.ndim == 3 and key.shape[:1] == query.shape[:1]:
+            self._measure_merged(call, active[0])
+        else:
+            self.measure(call)
         return _SDPA(query, key, value, *args, **kwargs)
+
+    def _measure_merged(self, call: AttentionCall, recording: Recording) -> None:
+        """Measure a call of SDPA on [first, position, dim], whose first axis is of sequences, of heads or of both."""
+        query, key = cast(Tensor, call.query), cast(Tensor, call.key)
+        sizes = query.shape[0], query.shape[1], key.shape[1]
+        heads = _merged_heads(recording.call_stack, sizes)
+        split = {"query": query.unflatten(0, (-1, heads or 1)), "key": key.unflatten(0, (-1, heads or 1))}
+        mask = call.mask
+        if type(mask) is Tensor and mask.ndim == 3:
+            mask = mask.unflatten(0, (-1, heads or 1)) if len(mask) == sizes[0] else mask[None]
+        labels = self.measure(replace(call, mask=mask, **split))
+        if heads is None:
+            _note_unknown_heads(labels, sizes)
 
     def _multi_head_attention(
         self, query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *args: Any, **kwargs: Any
@@ -212,13 +236,25 @@ class Interceptor(TorchFunctionMode):
         if softmax is not None:
             self._note_softmax(active, softmax[0], result, softmax[1])
         elif self._followed:
-            self.softmaxes.follow(func, args, kwargs, result)  # which is no use of them
+            use = self.softmaxes.follow(func, args, kwargs, result)
+            if use is not None:
+                self._measure_softmax(use)
+        return result
+
+    def _in_place(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function that may hide keys in weights themselves, and compare them with what they were."""
+        before = self.softmaxes.copy(args[0]) if self._followed and args else None
+        result = func(*args, **kwargs)
+        if self._followed:
+            self.softmaxes.follow(func, args, kwargs, result, before)  # no use of them
         return result
 
     def _measure_softmax(self, use: Use) -> None:
         """Measure a softmax that has averaged values, as attention of the module that called both."""
         depths: dict[Recording, int] = {}
-        heads, reason = None, self._refusal(use)
+        heads, reason, shape = None, self._refusal(use), use.softmax.logits.shape
+        merged = len(shape) == 3 and len(use.queries) == 1
+        sizes = _sizes(shape, use) if merged else None
         for recording, before in use.softmax.context.items():
             now = recording.call_stack
             common = [frame for frame, other in zip(before, now, strict=False) if frame is other]
@@ -226,11 +262,15 @@ class Interceptor(TorchFunctionMode):
             if reason:
                 module = common[-1].module if common else now[-1].module
                 recording.overlook(f"{type(module).__name__} {reason}", len(common))
-            elif not common or not common[-1].is_one_head(use.softmax.logits.shape, use.queries):
+            elif sizes is not None:
+                heads = heads or _merged_heads(common, sizes)
+            else:
                 heads = heads or head_count(frame.module for frame in reversed(common))
         if not reason:
             logits, sinks = attention_logits(use, heads)
             use.softmax.labels = self.measure(AttentionCall(logits=logits, sink_logits=sinks), depths)
+            if sizes is not None and heads is None:
+                _note_unknown_heads(use.softmax.labels, sizes)
 
     @staticmethod
     def _refusal(use: Use) -> str:
@@ -241,6 +281,22 @@ class Interceptor(TorchFunctionMode):
                 recording.retract(label)
             return LINEAR
         return use.change or ("changes its logits in place after the softmax" if use.softmax.overwritten else "")
+
+
+def _sizes(logits: torch.Size, use: Use) -> tuple[int, int, int]:
+    """Return the lengths of the axes of logits that are of no queries and no keys, of the queries, and of the keys."""
+    (other,) = {0, 1, 2} - {use.softmax.axis, *use.queries}
+    return logits[other], logits[use.queries[0]], logits[use.softmax.axis]
+
+
+def _merged_heads(frames: Sequence[Frame], sizes: tuple[int, int, int]) -> int | None:
+    arguments = [argument for frame in frames for argument in frame.arguments]
+    return merged_heads([frame.module for frame in frames], arguments, sizes)
+
+
+def _note_unknown_heads(labels: Mapping[Recording, str], sizes: tuple[int, int, int]) -> None:
+    for recording, label in labels.items():
+        recording.heads_unknown.setdefault(label, unknown_heads(sizes))
 
 
 def _in_one_call(first: Mapping[Recording, Any], second: Mapping[Recording, Any]) -> bool:
@@ -259,7 +315,7 @@ def _rows(call: AttentionCall, recordings: list[Recording], keys: Any) -> dict[s
         tokens = (recording.first_tokens(call, keys) for recording in recordings)
         first = next((first for first in tokens if first is not None), None)
         sinks = 0 if first is None else first.clamp_min(0)
-    if "distance" in names and not recordings[0].row_masks.reads_another:
+    if "distance" in names and call.positions is None and not recordings[0].row_masks.reads_another:
         call, excess = without_empty_keys(call, keys)
     rows = summary_rows(call, names, top=top, sinks=sinks, precision=precision)
     if first is not None:

@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,10 @@ from joma.arguments import MAX_WHOLE, InputError, StateError, choice, whole
 from joma.kernels.entropy_choice import PRECISIONS
 from joma.probes.summary import MAX_TOP, MEASURES, AttentionCall, Sinks, check_measures
 from joma.watch.blocks import first_free
+from joma.watch.constants import Constants
+from joma.watch.merged_heads import HeadsUnknown
 from joma.watch.rows import RowMasks, check_rows
+from joma.watch.sequence_starts import sequence_starts
 from joma.watch.unseen import NO_VALUES, AttentionNotSeen, Kind, describe, unseen_reason
 from joma.watch.views import RecordingViews
 
@@ -47,14 +50,13 @@ class Frame:
     module: nn.Module
     kind: Kind | None  # if it seems to be attention
     inputs: tuple[Any, ...] = ()  # its positional arguments
+    keywords: dict[str, Any] = field(default_factory=dict)  # its other arguments
     explained: bool = False  # whether something in it was recorded, or is listed as not seen
 
-    def is_one_head(self, logits: torch.Size, queries: tuple[int, ...]) -> bool:
-        """Whether logits of three axes are of one head: the first is the batch of the input, not batch times heads."""
-        given = self.inputs[0] if self.inputs else None
-        if len(logits) != 3 or len(queries) != 1 or not isinstance(given, Tensor) or given.ndim < 3:
-            return False
-        return given.shape[:2] == (logits[0], logits[queries[0]])
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """All its arguments."""
+        return *self.inputs, *self.keywords.values()
 
 
 @dataclass(slots=True)
@@ -77,6 +79,9 @@ class Recording(RecordingViews):
         measures: the names of the measures.
         longest: the number of keys in the longest attention recorded.
         not_seen: for each layer that seems to be attention and was called, but not recorded, the reason.
+        constants: the parameters and buffers of the model; the context gives them.
+        heads_unknown: for each layer whose weights have one axis that may be of sequences or of heads, the reason; it
+            is recorded as one head.
         row_masks: the masks that the model's modules are called with, and which rows they leave open.
         options: the measures to compute and how: recordings with the same options share one computation.
         refused: the error that explains why a call was not recorded, the first one if there are several, or None.
@@ -102,9 +107,11 @@ class Recording(RecordingViews):
         self.precision, self.row_masks = precision, RowMasks(rows)
         self.longest = 0
         self.not_seen: dict[str, str] = {}
+        self.heads_unknown: dict[str, str] = {}
         self.refused: InputError | None = None
         self._has_weights = False  # whether a module of `not_seen` has attention weights
         self._warned: set[str] = set()  # layers of `not_seen` of which a warning has been given
+        self.constants = Constants(())
         self.listeners: list[Callable[[str, AttentionCall], None]] = []
         self.pass_started: list[Callable[[], None]] = []
         self.pass_ended: list[Callable[[], None]] = []
@@ -224,7 +231,9 @@ class Recording(RecordingViews):
         """The modules that are being called, the outermost first."""
         return tuple(self._call_stack)
 
-    def enter(self, name: str, kind: Kind | None, module: nn.Module, inputs: tuple[Any, ...] = ()) -> None:
+    def enter(
+        self, name: str, kind: Kind | None, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
         """Note the call of a module of a layer; `kind` says what kind of attention it seems to be.
 
         A new pass begins when a module that has been called from outside in this pass is called from outside again.
@@ -242,7 +251,7 @@ class Recording(RecordingViews):
                 for listener in self.pass_started:
                     listener()
             self._entry_modules.add(name)
-        self._call_stack.append(Frame(name, module, kind, inputs))
+        self._call_stack.append(Frame(name, module, kind, inputs, keywords))
 
     def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Note the return from a module, or its error if `output` is None; after the outermost, reduce the pending."""
@@ -289,7 +298,8 @@ class Recording(RecordingViews):
         tensor = call.query if call.logits is None else call.logits
         if not isinstance(tensor, Tensor) or tensor.ndim != 4:
             return None
-        first = self.row_masks.first_tokens(self._call_stack[-1].name, tensor.shape[0], tensor.shape[2], keys)
+        name, shown = self._call_stack[-1].name, sequence_starts(call)
+        first = self.row_masks.first_tokens(name, tensor.shape[0], tensor.shape[2], keys, shown)
         return None if first is None else first[:, None]
 
     def record(
@@ -326,6 +336,9 @@ class Recording(RecordingViews):
         if self._other_threads:
             message = "calls of the model from other threads are not recorded; call it in the thread of the context"
             warnings.warn(message, AttentionNotSeen, stacklevel=4)
+        if self.heads_unknown:
+            message = f"heads and sequences are not told apart in {describe(self.heads_unknown)}: recorded as one head"
+            warnings.warn(message, HeadsUnknown, stacklevel=4)
         not_warned = {layer: reason for layer, reason in self.not_seen.items() if layer not in self._warned}
         if any(self._passes) and not_warned:
             message = f"attention was not recorded of {describe(not_warned)}; see `not_seen` of the recording"

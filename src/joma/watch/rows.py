@@ -34,6 +34,7 @@ from joma.watch.masks import (
     visible,
 )
 from joma.watch.module_hooks import Hooks, module_hooks
+from joma.watch.sequence_starts import starts_by_mask
 
 CHOICES = ("masks", "all")
 _REMEDY = "use reduce='none' and choose the rows"
@@ -156,24 +157,40 @@ class RowMasks:
             shown = seen_tokens(mask).all() if call.logits is None else shows_all(mask)
             self._suspects[layer] = shown & self._suspects[layer] if layer in self._suspects else shown
 
-    def first_tokens(self, layer: str, batch: int, queries: int, keys: int) -> Int[Tensor, "batch query"] | None:
+    def first_tokens(
+        self, layer: str, batch: int, queries: int, keys: int, shown: Int[Tensor, "some_batch query"] | None = None
+    ) -> Int[Tensor, "batch query"] | None:
         """Return the index of the first real key of each row's sequence; None if it is key 0 in every row.
 
         With padding on the left and in packed sequences key 0 is padding, or belongs to another sequence. A negative
-        index is that of a token which is no longer among the keys, as a cache of a sliding window drops it.
+        index is that of a token which is no longer among the keys, as a cache of a sliding window drops it. `shown` is
+        where the sequences begin by the keys that the attention itself shows: of what is known the last start counts.
         """
         if self.reads_another:
             masks = (mask for call in reversed(self._calls) for mask in call.keys(layer))
             real = next((real for mask in masks if (real := self._fit(mask, batch, keys)) is not None), None)
-            return None if real is None else real.int().argmax(-1, keepdim=True).expand(batch, queries)
-        for mask in self._query_masks(layer):
-            if mask.read in (real_tokens, not_padding) and self._fit(mask, batch, queries) is not None:
-                return self._starts(mask, batch, queries, keys)
+            starts = shown if real is None else real.int().argmax(-1, keepdim=True)
+        else:
+            starts = self._known_starts(layer, batch, queries, keys)
+            if shown is not None:
+                starts = shown if starts is None else torch.where(starts < 0, starts, torch.maximum(starts, shown))
+        return None if starts is None else starts.expand(batch, queries)
+
+    def _known_starts(
+        self, layer: str, batch: int, queries: int, keys: int
+    ) -> Int[Tensor, "some_batch some_query"] | None:
+        """Return where each row's sequence begins by the masks and the position ids of the modules."""
         positions = self._positions(batch, queries)
         starts = None if positions is None or queries != keys else self._once(_starts_by_position, positions)
+        for mask in self._query_masks(layer):
+            if mask.read in (real_tokens, not_padding) and self._fit(mask, batch, queries) is not None:
+                by_mask = self._starts(mask, batch, queries, keys)
+                if starts is None or by_mask is None:
+                    return starts if by_mask is None else by_mask
+                return torch.where(by_mask < 0, by_mask, torch.maximum(starts, by_mask))
         if starts is None:
             starts = self._cached_starts(self._visible_keys(layer, batch, keys), positions, queries, keys)
-        return None if starts is None else starts.expand(batch, queries)
+        return starts
 
     def _starts(self, mask: Mask, batch: int, queries: int, keys: int) -> Int[Tensor, "batch query"] | None:
         """Return where each row's sequence starts by a mask; None if at key 0, or if the keys are not the mask's."""
@@ -210,6 +227,8 @@ class RowMasks:
             if cached is None or self._once(_highest, cached) < keys:
                 return None
             return torch.arange(keys - queries, keys, device=cached.device) - cached
+        if queries == keys == mask.shape[2]:
+            return self._once(starts_by_mask, mask)
         first = self._once(_first_visible, mask)
         if cached is None or mask.shape[2] != queries:
             return first

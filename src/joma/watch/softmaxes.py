@@ -2,8 +2,9 @@
 
 A softmax alone may be anything: a router, a gate, the output of a classifier. Its result is followed until a matrix
 product or an einsum adds up its axis of keys. If the other factor has an axis of keys but no axis of queries, and is no
-parameter, then the softmax was attention. Its logits are measured if all functions in between leave the weights as they
-are (`weight_functions`). If one changes them, the weights are not those of the logits, and the reason is reported.
+parameter or buffer, then the softmax was attention. Its logits are measured if all functions in between leave the
+weights as they are (`weight_functions`). If one changes them, the weights are not those of the logits, and the reason
+is reported.
 """
 
 from __future__ import annotations
@@ -19,8 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from joma.watch.weight_functions import COPIES, PERMUTATIONS, SELECTIONS, VIEWS, WITHOUT_WEIGHTS, leaves_weights
-from joma.watch.written_softmaxes import WrittenSoftmaxes
+from joma.watch.weight_functions import (
+    COPIES,
+    MULTIPLICATIONS,
+    PERMUTATIONS,
+    SELECTIONS,
+    VIEWS,
+    WITHOUT_WEIGHTS,
+    after_mask,
+    leaves_weights,
+    may_hide_keys,
+)
+from joma.watch.written_softmaxes import SUMS, WrittenSoftmaxes, sum_axes
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head", "h")
 Axes = tuple[tuple[int, ...], ...]  # for each axis of a tensor, the axes of the softmax that it comes from
@@ -35,8 +46,12 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # the positions of the two factors amo
     Tensor.bmm: (0, 1),
     torch.baddbmm: (1, 2),
     Tensor.baddbmm: (1, 2),
+    torch.linalg.matmul: (0, 1),
+    F.linear: (0, 1),  # with the second factor transposed
 }
 CHANGED = "changes its weights after the softmax"
+HIDES = "hides keys after the softmax that have weight"
+SUMMED = "adds up products of weights and values without a matrix product"
 SEVERAL = "weighs values by several softmaxes"
 LINEAR = "averages values that a softmax has averaged already: linear attention"
 
@@ -67,6 +82,7 @@ class _Trace(NamedTuple):
     columns: tuple[int, int]  # the first key and the end of those that are left
     change: str  # how the weights have been changed; "" if they have not
     version: int | None  # of the tensor, or None if unknown
+    emptied: Tensor | None = None  # the rows of the logits that a mask has emptied
 
     @property
     def key_axis(self) -> int | None:
@@ -105,6 +121,7 @@ class Use(NamedTuple):
     columns: tuple[int, int]
     change: str = ""  # why its logits are not those of the weights
     averaged: Softmax | None = None  # the softmax that has averaged the values before
+    emptied: Tensor | None = None  # the rows of the logits that a mask has emptied after the softmax
 
 
 class Softmaxes:
@@ -115,7 +132,8 @@ class Softmaxes:
         written: the steps of softmaxes that modules write out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_constant: Callable[[Tensor], bool]) -> None:
+        self._is_constant = is_constant  # whether a tensor is a parameter or a buffer of a model
         self.traces: dict[int, _Trace] = {}
         self.written = WrittenSoftmaxes()
         self._shift: tuple[weakref.ref[Tensor], Tensor] | None = None  # logits minus their maximum, and the logits
@@ -151,16 +169,29 @@ class Softmaxes:
         if logits.ndim > 3 and maximum.shape == (*logits.shape[:-1], 1) and logits.shape[-1] > 1:
             self._shift = weakref.ref(result), logits
 
+    def copy(self, tensor: Any) -> Tensor | None:
+        """Return a copy of a tensor that holds weights, before a function changes it in place; None of any other."""
+        trace = self.traces.get(id(tensor))
+        return None if trace is None or trace.tensor() is not tensor else tensor.detach().clone()
+
     def follow(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        result: Any,
+        before: Tensor | None = None,
     ) -> Use | None:
-        """Follow the weights among the arguments of a call to its result; return their use if this is one."""
+        """Follow the weights among the arguments of a call to its result; return their use if this is one.
+
+        `before` is a copy of weights that the call has changed in place.
+        """
         operands = list(self._operands(args, kwargs))
         if not operands:
             return None
         call, several = _Call(func, args, kwargs or {}), len({id(trace.softmax) for _, trace in operands}) > 1
         for position, trace in () if several else operands:
-            product = _product(call, position, trace)
+            product = _product(call, position, trace, self._is_constant)
             if product is None:
                 break
             if product.queries and not trace.softmax.used:
@@ -169,7 +200,7 @@ class Softmaxes:
                 return self._use(trace, product, result)
             if not product.keeps_keys:
                 return None
-        self._derive(call, operands, SEVERAL if several else "", result)
+        self._derive(call, operands, SEVERAL if several else "", result, before)
         return None
 
     def _use(self, trace: _Trace, product: _Product, result: Any) -> Use:
@@ -181,7 +212,7 @@ class Softmaxes:
                 averaged = softmax
         if isinstance(result, Tensor):
             self._averages.append((weakref.ref(result), trace.softmax))
-        return Use(trace.softmax, product.queries, trace.columns, trace.changed(), averaged)
+        return Use(trace.softmax, product.queries, trace.columns, trace.changed(), averaged, trace.emptied)
 
     def _operands(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[tuple[int, _Trace]]:
         """Yield the arguments that hold weights, with their positions; a list counts as its items."""
@@ -191,7 +222,9 @@ class Softmaxes:
                 if trace is not None and trace.tensor() is value:
                     yield position + offset, trace
 
-    def _derive(self, call: _Call, operands: list[tuple[int, _Trace]], change: str, result: Any) -> None:
+    def _derive(
+        self, call: _Call, operands: list[tuple[int, _Trace]], change: str, result: Any, before: Tensor | None
+    ) -> None:
         """Follow the weights to the tensors of `result`, and note whether the function may have changed them."""
         func, trace = call.func, operands[0][1]
         tensor = trace.tensor()
@@ -205,6 +238,8 @@ class Softmaxes:
         arguments = (*call.args, *call.kwargs.values())
         if not change and not (alone and leaves_weights(func, arguments, tensor, trace.key_axis)):
             change = CHANGED
+            if alone and may_hide_keys(func, arguments):
+                trace, change = _masked(trace, tensor if before is None else before, result)
         for part in result if isinstance(result, list | tuple) else (result,):
             if isinstance(part, Tensor) and (change or part.is_floating_point()):
                 self._follow_to(part, call, trace, change)
@@ -223,18 +258,38 @@ class Softmaxes:
             axes = _reshaped(axes, tensor.shape, part.shape)
         elif part.ndim == tensor.ndim and call.func in VIEWS and _same_storage(part, tensor):
             columns = _cut(trace, tensor, part)
+        elif part.ndim == tensor.ndim and call.func in MULTIPLICATIONS and self._weighs_values(call, tensor, axes):
+            change = SUMMED
         elif part.ndim != tensor.ndim or call.func not in SELECTIONS:
             return
-        self._keep(part, trace.softmax, axes, columns, change)
+        self._keep(part, trace.softmax, axes, columns, change=change, emptied=trace.emptied)
 
-    def _keep(self, tensor: Tensor, softmax: Softmax, axes: Axes, columns: tuple[int, int], change: str = "") -> None:
+    def _weighs_values(self, call: _Call, tensor: Tensor, axes: Axes) -> bool:
+        """Whether weights are multiplied by what is the same for several queries: values, before keys are added up."""
+        other = next((argument for argument in call.args if argument is not tensor), None)
+        if not isinstance(other, Tensor) or self._is_constant(other):
+            return False
+        shape = (*(1,) * (tensor.ndim - other.ndim), *other.shape)
+        sizes = zip(axes, tensor.shape, shape, strict=True)
+        return any(origin and size > 1 and of_other == 1 for origin, size, of_other in sizes)
+
+    def _keep(
+        self,
+        tensor: Tensor,
+        softmax: Softmax,
+        axes: Axes,
+        columns: tuple[int, int],
+        *,
+        change: str = "",
+        emptied: Tensor | None = None,
+    ) -> None:
         number = id(tensor)
 
         def forget(_: object, traces: dict[int, _Trace] = self.traces) -> None:
             traces.pop(number, None)
 
         version = None if tensor.is_inference() else tensor._version
-        self.traces[number] = _Trace(weakref.ref(tensor, forget), softmax, axes, columns, change, version)
+        self.traces[number] = _Trace(weakref.ref(tensor, forget), softmax, axes, columns, change, version, emptied)
 
     def _forget(self, softmax: Softmax) -> None:
         for number, trace in list(self.traces.items()):
@@ -249,6 +304,8 @@ def attention_logits(use: Use, heads: int | None) -> tuple[Tensor, Tensor | None
     """
     softmax = use.softmax
     logits, queries = softmax.logits.detach(), list(use.queries)
+    if use.emptied is not None:
+        logits = logits.masked_fill(use.emptied, -torch.inf)
     if len(queries) > 1 and logits.ndim - len(queries) < 3:  # heads and queries have been merged into one axis
         queries.remove(next((axis for axis in queries if logits.shape[axis] == heads), queries[0]))
     others = [axis for axis in range(logits.ndim) if axis != softmax.axis and axis not in queries]
@@ -296,28 +353,32 @@ def head_count(modules: Iterator[nn.Module]) -> int | None:
     return None
 
 
-def _product(call: _Call, position: int, trace: _Trace) -> _Product | None:
+def _product(call: _Call, position: int, trace: _Trace, is_constant: Callable[[Tensor], bool]) -> _Product | None:
     """Return what a product does with the weights at a position of its arguments; None if it is no product."""
     if call.func in PRODUCTS:
-        return _matrix_product(call, position, trace)
-    return _einsum(call.args, position, trace) if call.func is torch.functional.einsum else None
+        return _matrix_product(call, position, trace, is_constant)
+    if call.func in SUMS and trace.change == SUMMED:
+        others = tuple(axis for origin in trace.axes for axis in origin if axis != trace.softmax.axis)
+        return _Product(others) if trace.key_axis in sum_axes(call.args, call.kwargs, len(trace.axes)) else None
+    return _einsum(call.args, position, trace, is_constant) if call.func is torch.functional.einsum else None
 
 
-def _matrix_product(call: _Call, position: int, trace: _Trace) -> _Product:
+def _matrix_product(call: _Call, position: int, trace: _Trace, is_constant: Callable[[Tensor], bool]) -> _Product:
     """Return the axes of queries if a matrix product adds up the keys."""
     left, right = PRODUCTS[call.func]
     if position not in (left, right) or len(call.args) <= max(left, right):
         return _Product()
-    axes = trace.axes if position == left else (*trace.axes[:-2], *reversed(trace.axes[-2:]))
+    as_given = position == left or call.func is F.linear
+    axes = trace.axes if as_given else (*trace.axes[:-2], *reversed(trace.axes[-2:]))
     other = call.args[right if position == left else left]
     if len(axes) < 2 or not isinstance(other, Tensor):
         return _Product()
     if axes[-1] != (trace.softmax.axis,):
         return _Product(keeps_keys=True)
-    return _Product() if _is_parameter(other) else _Product(axes[-2], [other])
+    return _Product() if is_constant(other) else _Product(axes[-2], [other])
 
 
-def _einsum(args: tuple[Any, ...], position: int, trace: _Trace) -> _Product:
+def _einsum(args: tuple[Any, ...], position: int, trace: _Trace, is_constant: Callable[[Tensor], bool]) -> _Product:
     """Return the axes of queries if an einsum adds up the keys."""
     if not isinstance(args[0], str):
         return _Product()
@@ -328,7 +389,7 @@ def _einsum(args: tuple[Any, ...], position: int, trace: _Trace) -> _Product:
         letters = inputs.replace(",", "").replace(".", "")
         output = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     term = terms.pop(position - 1)
-    values = [operand for operand in _without(operands, position - 1) if not _is_parameter(operand)]
+    values = [operand for operand in _without(operands, position - 1) if not is_constant(operand)]
     before, _, after = term.partition("...")
     named = dict(zip(before, trace.axes, strict=False)) | dict(zip(reversed(after), reversed(trace.axes), strict=False))
     keys = [letter for letter, origin in named.items() if origin == (trace.softmax.axis,)]
@@ -345,14 +406,25 @@ def _without(items: Any, index: int) -> list[Any]:
     return [item for number, item in enumerate(items) if number != index]
 
 
-def _is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-
-
 def _is_mask(index: Any, value: Any) -> bool:
     """Whether `weights[index] = value` fills what a mask hides."""
     return isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(value, Tensor)
+
+
+def _masked(trace: _Trace, before: Tensor, after: Any) -> tuple[_Trace, str]:
+    """Return what is known of weights after a mask, and how it has changed them."""
+    if not isinstance(after, Tensor) or not holds_values(before):
+        return trace, ""
+    keeps, emptied = after_mask(before.detach(), after.detach(), trace.key_axis)
+    if not keeps or emptied is None:
+        return trace, "" if keeps else HIDES
+    order = [axis for origin in trace.axes for axis in origin]
+    logits = trace.softmax.logits
+    if sorted(order) != list(range(logits.ndim)):
+        return trace, HIDES
+    rows = emptied.reshape([1 if axis == trace.softmax.axis else logits.shape[axis] for axis in order])
+    rows = rows.permute([order.index(axis) for axis in range(logits.ndim)])
+    return trace._replace(emptied=rows if trace.emptied is None else rows | trace.emptied), ""
 
 
 def _same_storage(result: Tensor, tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from joma.arguments import InputError
 from joma.probes.summary import Sinks
 from joma.watch.blocks import all_modules, layer_names
+from joma.watch.constants import Constants
 from joma.watch.flash import rebound
 from joma.watch.interception import interception, measured_function
 from joma.watch.module_hooks import Hooks, module_hooks
@@ -65,14 +66,25 @@ def attention(
     are then computed), and compiled models run eagerly. A call that cannot be measured (nested tensors, vmap) proceeds
     with one warning. Dropout of attention weights is not part of the entropy. What a backward pass computes again
     (gradient checkpointing) is not recorded twice. The device is not synchronised before `.dataset()`, unless a model
-    drops a column after its softmax (GPT-OSS), or keys are hidden by packed position ids.
+    drops a column after its softmax (GPT-OSS) or applies a mask after it, or keys are hidden by packed position ids.
+    Such a mask may hide what had no weight, or empty whole rows, which are then undefined; if it hides more, the module
+    is listed in `not_seen`.
+
+    A softmax of at least three axes is followed through functions that permute, reshape, mask and scale it up to
+    `matmul`, `bmm`, `einsum` or `linear` with values that are no parameters or buffers. Sums of elementwise products
+    are listed in `not_seen`. Not seen at all, unless the name of the module's class says attention, are other ways to
+    average values: `tensordot`, one sequence or head of the weights at a time, and functions of your own in C++ or
+    Triton. Where sequences and heads share an axis, the modules' arguments say how many there are; if they do not, the
+    layer is recorded as one head and listed in `heads_unknown`, with one warning.
 
     Args:
         model: the module to watch, and to call.
         measures: names of measures of `joma.attention_summary`, such as "entropy", "sink_mass" or "distance".
         top: the number of keys that "top_mass" adds up, at most 16.
         sinks: the keys whose weight "sink_mass" adds up, by default 0: the first token of the row's own sequence, which
-            is not key 0 if the batch is padded on the left or packed.
+            is not key 0 if the batch is padded on the left or packed. Where sequences begin is read from the masks and
+            position ids of the modules, and from what the attention itself shows where it has as many keys as queries.
+            A sink that its row does not see has weight 0.
         precision: as in `joma.attention_entropy`, "highest" or "high".
         reduce: "mean" over sequences and query positions, "batch" over sequences alone, or "none" to keep [batch, head,
             query]. The largest logit is reduced by its maximum.
@@ -98,6 +110,7 @@ def attention(
     check_model(model, modules)
     options: dict[str, Any] = {"precision": precision, "reduce": reduce, "rows": rows}
     recording = Recording(model, measures=measures, top=top, sinks=sinks, **options)
+    recording.constants = Constants(modules.values())
     recording.keep_maps(maps)
     with ExitStack() as stack:
         stack.enter_context(without_fast_path(modules.values()))
@@ -118,4 +131,5 @@ def _hooks(modules: Mapping[str, nn.Module], layers: Mapping[str, str], recordin
     for name, module in modules.items():
         if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
             continue  # torch's elementary layers (linear maps, norms, …) do not call attention
-        yield Hooks(module, partial(recording.enter, layers[name], attention_kind(module)), recording.leave)
+        enter = partial(recording.enter, layers[name], attention_kind(module))
+        yield Hooks(module, enter, recording.leave, kwargs=True)

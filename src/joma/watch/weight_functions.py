@@ -1,16 +1,18 @@
 """Which functions leave attention weights as they are: their rows keep the distribution that the softmax gave them.
 
-Dropout is not part of what is measured. A mask that is applied again, and a factor that is the same for all keys of a
-row, such as that of a head, leave the distribution of the weights; anything else may change it.
+Dropout is not part of what is measured. A factor that is the same for all keys of a row, such as that of a head, leaves
+the distribution of the weights, and so does a mask that hides keys which had no weight before: whether it does is read
+from the numbers (`after_mask`). Anything else may change it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool
 from torch import Tensor
 
 
@@ -31,10 +33,12 @@ VIEWS = _named(
     "view view_as reshape reshape_as flatten unflatten squeeze unsqueeze expand expand_as broadcast_to __getitem__ "
     "narrow select"
 )
-MASKS = _named("dropout dropout_ masked_fill masked_fill_ where nan_to_num nan_to_num_") | {F.dropout}
+DROPOUTS = _named("dropout dropout_ nan_to_num nan_to_num_") | {F.dropout}
+MASKS = _named("masked_fill masked_fill_ where")
 MULTIPLICATIONS = _named("mul mul_ multiply multiply_ __mul__ __rmul__ __imul__")
 DIVISIONS = _named("div div_ divide divide_ true_divide __truediv__ __itruediv__")
-KEEPING = PERMUTATIONS | COPIES | VIEWS | MASKS
+KEEPING = PERMUTATIONS | COPIES | VIEWS | DROPOUTS
+IN_PLACE = _named("masked_fill_ mul_ multiply_ __imul__ __setitem__")  # which may hide keys in the weights themselves
 SELECTIONS = _named("topk sort gather scatter scatter_ take_along_dim")  # results with another number of keys
 WITHOUT_WEIGHTS = _named(
     "isnan isinf isfinite zeros_like ones_like empty_like full_like rand_like randn_like bernoulli new_zeros new_ones "
@@ -65,9 +69,47 @@ def leaves_weights(func: Callable[..., Any], args: tuple[Any, ...], weights: Ten
     return func in MULTIPLICATIONS and all(_same_for_keys(factor, weights.ndim, key_axis) for factor in factors)
 
 
+def may_hide_keys(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Return whether a function of weights may hide keys and leaves the others as they are: it applies a mask.
+
+    >>> may_hide_keys(torch.masked_fill, ()), may_hide_keys(torch.mul, (torch.ones(2), torch.ones(2)))
+    (True, False)
+    """
+    return func in MASKS or (
+        func in MULTIPLICATIONS and any(isinstance(factor, Tensor) and factor.dtype == torch.bool for factor in args)
+    )
+
+
+class Masked(NamedTuple):
+    """What a mask has done to weights: whether their rows are the same or empty, and which it has emptied, if any."""
+
+    keeps: bool
+    emptied: Bool[Tensor, "*shape"] | None = None  # with an axis of keys of length 1
+
+
+def after_mask(before: Tensor, after: Tensor, key_axis: int | None) -> Masked:
+    """Compare weights before and after a mask: rows must be the same, or without any weight, or undefined before.
+
+    >>> weights = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]])
+    >>> after_mask(weights, weights.masked_fill(torch.tensor([False, False, True]), 0.0), 1).keeps
+    True
+    >>> after_mask(weights, weights.masked_fill(torch.tensor([False, True, False]), 0.0), 1).keeps
+    False
+    """
+    if key_axis is None or before.shape != after.shape:
+        return Masked(keeps=False)
+    changed = ((after != before) & ~before.isnan()).any(key_axis, keepdim=True)
+    emptied = changed & (after == 0).all(key_axis, keepdim=True)
+    try:
+        loses, empties = torch.stack([(changed & ~emptied).any(), emptied.any()]).tolist()
+    except RuntimeError:  # inside vmap no numbers can be read
+        return Masked(keeps=False)
+    return Masked(not loses, emptied if empties else None)
+
+
 def _same_for_keys(factor: Any, axes: int, key_axis: int | None) -> bool:
-    """Whether a factor is a number, a mask, or a tensor that broadcasts along the axis of keys."""
-    if not isinstance(factor, Tensor) or factor.dtype == torch.bool or factor.numel() == 1:
+    """Whether a factor is a number, or a tensor that broadcasts along the axis of keys."""
+    if not isinstance(factor, Tensor) or factor.numel() == 1:
         return True
     if key_axis is None:
         return False

@@ -104,5 +104,16 @@ def _axis(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     return axis if type(axis) is int else None
 
 
+def sum_axes(args: tuple[Any, ...], kwargs: Mapping[str, Any], ndim: int) -> set[int]:
+    """Return the axes that a sum adds up, counted from the first.
+
+    >>> sum_axes((torch.ones(2, 3), -1), {}, 2), sum_axes((torch.ones(2, 3),), {}, 2)
+    ({1}, {0, 1})
+    """
+    axes = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    axes = range(ndim) if axes is None else axes
+    return {axis % ndim for axis in ((axes,) if isinstance(axes, int) else axes)}
+
+
 def _keeps_dim(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return bool(args[2] if len(args) > 2 else kwargs.get("keepdim", kwargs.get("keepdims")))
