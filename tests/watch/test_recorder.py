@@ -49,7 +49,7 @@ TOKENS = torch.tensor([[0, 1, 2, 3, 4], [4, 2, 0, 5, 1]])
 def test_the_steps_of_the_policy_are_probed_and_no_others(total: int, count: int, start: int) -> None:
     policy = schedule.logarithmic(count, total)
     recorder = Recorder(Model(), TOKENS, at=policy, ranks=False, **NO_WARNINGS)
-    recorder.probe = lambda step: {"step": step}  # type: ignore[method-assign]
+    recorder.probe = lambda step, **_: {"step": step}  # type: ignore[method-assign]
     probed = [recorder(step).get("step") for step in range(start, total + 1)]
     assert [step for step in probed if step is not None] == [step for step in policy if step >= start]
 
