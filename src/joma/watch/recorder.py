@@ -144,6 +144,7 @@ class Recorder(RecorderViews):
 
         `gradients` is as in `probe`.
         """
+        step = whole("step", step, low=0)
         due = self._has_become_due(step)
         self._last_call = step
         return self.probe(step, gradients=gradients) if due else {}
@@ -156,6 +157,7 @@ class Recorder(RecorderViews):
         they. `scale` is the factor of a gradient scaler, if it has not yet unscaled the gradients. Without the option
         `gradients` nothing is measured.
         """
+        step = whole("step", step, low=0)
         if self._with_gradients and (always or self._has_become_due(step)):
             norms = self._gradient_norms(step)
             self._read = {step: {block: norm / scale for block, norm in norms.items()}}
