@@ -24,7 +24,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import joma.watch.hf
 import joma.watch.lightning
+from joma.probes.summary import MEASURES
 from joma.watch import ProbeFailed, Recorder
+from joma.watch.hidden_states import RANKS
 
 STEPS, EXAMPLES, RATE = 5, 8, 0.5
 MAX_NORM = 0.1  # far below the norms, so that every step is clipped
@@ -233,3 +235,29 @@ def test_norms_that_were_read_for_another_step_do_not_count() -> None:
     recorder.read_gradients(1)
     model.zero_grad()
     assert not any("gradient" in key for key in recorder(2, gradients=False))
+
+
+@pytest.mark.parametrize("summary", [False, True])
+def test_every_front_end_logs_the_same_keys_at_every_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary: bool
+) -> None:
+    logged: list[dict[str, float]] = []
+    options = {"log": lambda scalars, _: logged.append(scalars), "summary": summary, "measures": list(MEASURES)}
+    for name, value in {**options, "ranks": "weight$", "residual": True, "activation_ranks": True}.items():
+        monkeypatch.setitem(OPTIONS, name, value)
+    train_in_a_loop(4)
+    train_with_trainer(tmp_path, 4)
+    train_with_lightning(tmp_path, 4)
+    assert len(logged) == 9
+    first, *_ = logged
+    for index, scalars in enumerate(logged):  # there is no gradient before the training
+        gradients = [] if index % 3 == 0 else ["gradient_norm/layers.0", "gradient_norm/layers.1"]
+        assert list(scalars) == [*first, *gradients]
+    attention = [f"attention_{name}" for name in MEASURES if name != "effective_tokens"]
+    streams = [f"{stream}_{rank}" for stream in ("hidden", "attention_output") for rank in RANKS]
+    kinds = [*attention, "residual_rms", "residual_norm", *streams]
+    expected = {f"{kind}/layers.{layer}" for kind in kinds for layer in (0, 1)}
+    weights = ("",) if summary else (".in_proj_weight", ".out_proj", ".linear1", ".linear2")
+    expected |= {f"stable_rank/layers.{layer}{weight}" for layer in (0, 1) for weight in weights}
+    expected |= set() if summary else {f"attention_entropy_min/layers.{layer}" for layer in (0, 1)}
+    assert set(first) == expected

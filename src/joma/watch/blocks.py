@@ -129,12 +129,13 @@ def _wraps_in_parallel(module: nn.Module) -> bool:
     return isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
 
 
-def find_blocks(model: nn.Module, pattern: str | None = None) -> dict[str, Block]:
+def find_blocks(model: nn.Module, pattern: str | None = None, *, required: bool = True) -> dict[str, Block]:
     """Return the blocks of a model by name, in the order of its modules.
 
     Args:
         model: any module.
         pattern: a regular expression for the names of the blocks; of modules inside each other the outer one is taken.
+        required: whether to raise an error if there are none.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False)
     >>> {name: list(block.attention) for name, block in find_blocks(encoder).items()}
@@ -142,7 +143,7 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> dict[str, Block
     """
     tree = _Tree(named_modules(model))
     names = tree.in_lists() or tree.parents_of_attention() if pattern is None else _matching(tree.modules, pattern)
-    if not names:
+    if not names and required:
         got = f"{type(model).__name__}, whose lists are {tree.lists() or 'none'}"
         raise InputError("blocks", "a list of modules that contain attention", got, _REMEDY)
     return {name: Block(tree.modules[name], tree.attention_inside(name)) for name in names}

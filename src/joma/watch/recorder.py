@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +126,17 @@ class Recorder(RecorderViews):
         self.weights = select_weights(self.model, options["ranks"])
         self._watching = {name: options[name] for name in ("measures", "top", "sinks", "rows", "precision")}
         self._blocks = {name: options[name] for name in ("residual", "activation_ranks", "rows", "blocks")}
-        if options["residual"] or options["activation_ranks"] or options["gradients"]:
-            find_blocks(self.model, options["blocks"])  # raises an error if there are none
+        blocks: Collection[str] = ()
+        if options["residual"] or options["activation_ranks"] or options["gradients"] or options["blocks"] is not None:
+            blocks = find_blocks(self.model, options["blocks"])  # raises an error if there are none
+        elif options["summary"]:
+            blocks = find_blocks(self.model, required=False)
         self._with_gradients = options["gradients"]
         self._read: dict[
             int, dict[str, float]
         ] = {}  # the norms of gradients that were read for a coming probe, by step
         self._log, self._strict = options["log"], options["strict"]
-        self._keys = LogKeys(self.weights, measures=options["measures"], summary=options["summary"])
+        self._keys = LogKeys(self.weights, measures=options["measures"], summary=options["summary"], blocks=blocks)
         levels = {name: options[name] for name in ("floor", "rank_floor", "patience")}
         self._detector, self._failures = CollapseDetector(**levels), Failures()
         self._probes: list[Probe] = []
