@@ -146,7 +146,7 @@ def _heads_of(probes: np.ndarray) -> np.ndarray:
 
     Where layers have different numbers of heads, the others are NaN in every probe.
     """
-    heads = np.isfinite(probes).any(axis=0)
+    heads = np.asarray(np.isfinite(probes).any(axis=0))
     return heads if heads.any() else ~heads
 
 

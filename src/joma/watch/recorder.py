@@ -126,17 +126,17 @@ class Recorder(RecorderViews):
         self.weights = select_weights(self.model, options["ranks"])
         self._watching = {name: options[name] for name in ("measures", "top", "sinks", "rows", "precision")}
         self._blocks = {name: options[name] for name in ("residual", "activation_ranks", "rows", "blocks")}
-        blocks: Collection[str] = ()
+        named: Collection[str] = ()
         if options["residual"] or options["activation_ranks"] or options["gradients"] or options["blocks"] is not None:
-            blocks = find_blocks(self.model, options["blocks"])  # raises an error if there are none
+            named = find_blocks(self.model, options["blocks"])  # raises an error if there are none
         elif options["summary"]:
-            blocks = find_blocks(self.model, required=False)
+            named = find_blocks(self.model, required=False)
         self._with_gradients = options["gradients"]
         self._read: dict[
             int, dict[str, float]
         ] = {}  # the norms of gradients that were read for a coming probe, by step
         self._log, self._strict = options["log"], options["strict"]
-        self._keys = LogKeys(self.weights, measures=options["measures"], summary=options["summary"], blocks=blocks)
+        self._keys = LogKeys(self.weights, measures=options["measures"], summary=options["summary"], blocks=named)
         levels = {name: options[name] for name in ("floor", "rank_floor", "patience")}
         self._detector, self._failures = CollapseDetector(**levels), Failures()
         self._probes: list[Probe] = []
