@@ -103,9 +103,9 @@ def test_only_due_steps_are_read() -> None:
     model(batch(1)).sum().backward()
     recorder(0)
     for step, always, read in ((1, False, False), (2, True, True), (4, False, True)):
-        recorder._gradients = {}
+        recorder._read = {}
         recorder.read_gradients(step, always=always)
-        assert bool(recorder._gradients) == read
+        assert bool(recorder._read) == read
 
 
 def test_bad_blocks_are_named_before_training() -> None:

@@ -49,7 +49,7 @@ def test_unreduced_recordings_missing_heads_and_long_names() -> None:
     assert row[0] == "…" + "x" * 43
     assert row[1:3] == ["1", f"{values[0, 0, :, 0].mean():.3f}"]
     empty = as_text(summarise_recording("M", data * np.nan, {}, {})).splitlines()[2].split()
-    assert empty[1:] == ["0", "–", "–", "–"]
+    assert empty[1:] == ["3", "NaN", "NaN", "–"]
 
 
 def test_a_recording_without_a_pass_says_so() -> None:
@@ -76,6 +76,31 @@ def test_a_trajectory_has_the_first_and_the_last_probe_and_the_ranks() -> None:
     assert first[4] == "stable rank of 2 weights: 4 to 6 at step 0"
     only_ranks = as_text(summarise_trajectory("GPT", data[["stable_rank"]]))
     assert only_ranks.splitlines()[1].startswith("stable rank of 2 weights")
+
+
+def test_what_is_nan_is_said_in_the_table_and_below_it() -> None:
+    entropy = np.array([[[3.0, 2.0, 4.0], [1.0, 1.0, np.nan]], [[2.0, 1.0, np.nan], [np.nan, np.nan, np.nan]]])
+    ranks = np.array([[4.0, 6.0], [np.nan, 2.0]])
+    data = xr.Dataset(
+        {"entropy": (("step", "layer", "head"), entropy), "stable_rank": (("step", "weight"), ranks)},
+        {"step": [0, 100], "layer": ["a", "b"], "weight": ["v", "w"]},
+    )
+    summary = summarise_trajectory("GPT", data)
+    lines = [line.split() for line in as_text(summary).splitlines()]
+    assert lines[2] == ["a", "3", "3.000", "±", "1.000", "1.500", "±", "0.707", "1.000"]
+    assert lines[3] == ["b", "2", "1.000", "±", "0.000", "NaN", "NaN"]  # which has two heads
+    note = "NaN or infinite at step 100: 3 of 5 heads, 1 of 2 weights"
+    assert as_text(summary).splitlines()[-1] == note
+    assert f"<p>{note}</p>" in as_html(summary)
+    lost = as_text(summarise_trajectory("GPT", (data * np.nan).isel(step=[1])))
+    assert "stable rank of 2 weights: NaN at step 100" in lost
+    assert lost.endswith("NaN or infinite at step 100: 6 of 6 heads, 2 of 2 weights")
+    assert "NaN" not in as_text(summarise_trajectory("GPT", data.isel(step=[0])))
+    text = as_text(
+        summarise_recording("GPT", data.rename(step="pass")[["entropy"]].isel({"pass": [1]}), {}, {"c": "why"})
+    )
+    assert text.splitlines()[2].split() == ["a", "2", "1.500", "±", "0.707", "1.000", "–"]
+    assert text.splitlines()[4:] == ["NaN or infinite over all rows: 3 of 5 heads", "not seen: c (why)"]
 
 
 class Reader(HTMLParser):

@@ -14,6 +14,7 @@ from joma.watch import attention
 from joma.watch.recording import Recording
 from watch.families import COPIES, EXACT, PARTIAL, WITHOUT_SDPA, WITHOUT_WEIGHTS, Family
 from watch.family_weights import eager_entropies, run, token_rows
+from watch.timm_models import TIMM
 from watch.tiny_configs import normal, tiny_model
 
 TOLERANCE = 1e-5  # nats
@@ -83,6 +84,11 @@ def test_the_table_names_its_families() -> None:
 def test_the_page_on_families_is_that_of_the_table() -> None:
     page = runpy.run_path(str(DOCS / "make_families.py"))["page"]()
     assert (DOCS / "families.md").read_text(encoding="utf-8") == page, "run `make reference`"
+
+
+def test_the_changelog_counts_the_families_of_the_table() -> None:
+    text = " ".join((DOCS.parent / "CHANGELOG.md").read_text(encoding="utf-8").split())
+    assert f"{len(EXACT)} families of transformers and {len(TIMM)} models of timm agree" in text
 
 
 @pytest.mark.parametrize("name", [name for name in EXACT if name not in COPIES])

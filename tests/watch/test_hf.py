@@ -19,7 +19,7 @@ from transformers.trainer_callback import PrinterCallback
 
 import joma
 from joma.arguments import InputError, StateError
-from joma.watch import ProbeFailed, Recorder, gradient_norms
+from joma.watch import ProbeFailed, Recorder
 from joma.watch.hf import EntropyCallback, _calling_trainer
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -148,21 +148,6 @@ def test_keys_reach_tensorboard_and_the_console_gets_one_short_line(
     assert all("attention_entropy" in line and "layers" not in line and len(line) < 200 for line in lines)
     assert any("attention_entropy/layers.1" in record for record in built.state.log_history)
     assert not any("on_log" in vars(other) for other in built.callback_handler.callbacks)
-
-
-def test_gradient_norms_are_those_of_the_last_step(tmp_path: Path) -> None:
-    norms: list[float] = []
-
-    class Gradients(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            del args, state, control
-            norms.append(gradient_norms(kwargs["model"])["gpt_neox.layers.1"])
-
-    callback = EntropyCallback(at=lambda step: step in (0, 2), gradients=True)
-    trainer(tmp_path, [Gradients(), callback], steps=4).train()
-    measured = callback.trajectory.gradient_norm.sel(block="gpt_neox.layers.1")
-    assert measured.step.values.tolist() == [0, 2, 4]
-    np.testing.assert_allclose(measured.values[1:], [norms[1], norms[3]])
 
 
 class Stop(TrainerCallback):

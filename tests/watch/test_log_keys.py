@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
 
+from joma.watch import Recorder
 from joma.watch.collapse import Collapsed
 from joma.watch.log_keys import LogKeys, short_names
 from joma.watch.trajectory import Measurement, Probe
@@ -114,3 +118,46 @@ def test_blocks_without_a_value_are_not_logged_until_they_have_one() -> None:
     assert logged[:2] == [{}, {"gradient_norm/layers.0": 0.5}]
     assert list(logged[2]) == ["gradient_norm/layers.0"]
     assert np.isnan(logged[2]["gradient_norm/layers.0"])
+
+
+class Block(nn.Module):
+    """A block whose MLP is a list of layers; its attention is a module, or SDPA without one."""
+
+    def __init__(self, *, module: bool) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True) if module else None
+        self.project = nn.Linear(8, 24)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.attn is not None:
+            return x + self.mlp(x + self.attn(x, x, x, need_weights=False)[0])
+        return x + self.mlp(nn.functional.scaled_dot_product_attention(*self.project(x).chunk(3, dim=-1)))
+
+
+@pytest.mark.parametrize("module", [True, False])
+@pytest.mark.parametrize("ranks", [True, "weight$"])
+@pytest.mark.filterwarnings("ignore::joma.watch.AttentionSwitched")
+def test_a_summary_has_one_stable_rank_for_each_block_whatever_its_layers_are_called(
+    module: bool, ranks: bool | str
+) -> None:
+    model = nn.ModuleDict({"h": nn.Sequential(Block(module=module), Block(module=module)), "head": nn.Linear(8, 4)})
+    options = {"ranks": ranks, "forward": lambda model, batch: model["h"](batch), "at": 1}
+    recorder, every = Recorder(model, torch.randn(2, 5, 8), summary=True, **options), Recorder(model, None, **options)
+    scalars = {key: value for key, value in recorder(0).items() if key.startswith("stable_rank/")}
+    assert list(scalars) == ["stable_rank/h.0", "stable_rank/h.1", "stable_rank/head"]
+    assert "head" in every._keys.weights.values()
+    values = recorder.dataset().stable_rank[0]
+    for block in (0, 1):
+        inside = [weight for weight in values.weight.values if weight.startswith(f"h.{block}.")]
+        assert scalars[f"stable_rank/h.{block}"] == pytest.approx(float(values.sel(weight=inside).mean()))
+
+
+def test_the_ranks_of_an_encoder_and_a_decoder_have_the_names_of_their_blocks() -> None:
+    config = T5Config(vocab_size=12, d_model=16, d_ff=24, num_layers=2, num_heads=2, d_kv=8)
+    tokens = torch.randint(12, (2, 6))
+    batch = {"input_ids": tokens, "decoder_input_ids": tokens}
+    scalars = Recorder(T5ForConditionalGeneration(config), batch, summary=True, residual=True)(0)
+    blocks = [f"{side}.block.{block}" for side in ("encoder", "decoder") for block in (0, 1)]
+    for kind in ("stable_rank", "residual_norm"):
+        assert [key for key in scalars if key.startswith(f"{kind}/")] == [f"{kind}/{block}" for block in blocks]

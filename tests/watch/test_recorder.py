@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import numpy as np
@@ -49,7 +50,7 @@ TOKENS = torch.tensor([[0, 1, 2, 3, 4], [4, 2, 0, 5, 1]])
 def test_the_steps_of_the_policy_are_probed_and_no_others(total: int, count: int, start: int) -> None:
     policy = schedule.logarithmic(count, total)
     recorder = Recorder(Model(), TOKENS, at=policy, ranks=False, **NO_WARNINGS)
-    recorder.probe = lambda step: {"step": step}  # type: ignore[method-assign]
+    recorder.probe = lambda step, **_: {"step": step}  # type: ignore[method-assign]
     probed = [recorder(step).get("step") for step in range(start, total + 1)]
     assert [step for step in probed if step is not None] == [step for step in policy if step >= start]
 
@@ -63,6 +64,27 @@ def test_a_skipped_step_is_probed_at_the_next_call() -> None:
     assert recorder.probe(25) == {}
     with pytest.warns(ProbeFailed, match=r"a probe failed at step 3, .*: `step` must be after the last probe, at 25"):
         assert recorder.probe(3) == {}
+
+
+@pytest.mark.parametrize("at", [None, 2, (0, 5), lambda _: True])
+def test_a_step_that_is_no_number_is_named_whatever_is_due(at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is outside the tests
+    recorder = Recorder(Model(), TOKENS, at=at, **NO_WARNINGS)
+    for first in (True, False):
+        for call in (recorder, recorder.probe, recorder.read_gradients):
+            for step, got in (
+                (2.5, "2.5"),
+                ("3", "'3'"),
+                (TOKENS, r"a Tensor of .* \(2, 5\)"),
+                (True, "True"),
+                (-1, "-1"),
+            ):
+                message = rf"^`step` must be a whole number of at least 0, got {got}; give .*\.$"
+                with pytest.raises(InputError, match=message):
+                    call(step)
+        if first:
+            recorder(np.int64(0))
+    assert recorder(8.0)
 
 
 def test_the_trajectory_is_labelled_and_uniform_attention_has_its_known_entropy(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ a decoder, two in an encoder-decoder, one for each stage of a Swin Transformer.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,6 @@ LISTS = (nn.ModuleList, nn.Sequential)
 _ATTENTION_CLASS = re.compile(r"(Attention|Attn|MHA)(?!.*(Output|Projection|Norm|Bias|Dropout)\d*$)")
 _ATTENTION_NAME = re.compile(r"(^|_)(attn|attention|mha)$", re.IGNORECASE)
 _SEQUENCE_FIRST = {f"transformers.models.{kind}.modeling_{kind}" for kind in ("fsmt", "xlnet")}
-_REMEDY = "name them by a regular expression: `blocks=r'layers\\.\\d+$'`"
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,13 @@ def _wraps_in_parallel(module: nn.Module) -> bool:
     return isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
 
 
-def find_blocks(model: nn.Module, pattern: str | None = None) -> dict[str, Block]:
+def find_blocks(model: nn.Module, pattern: str | None = None, *, required: bool = True) -> dict[str, Block]:
     """Return the blocks of a model by name, in the order of its modules.
 
     Args:
         model: any module.
         pattern: a regular expression for the names of the blocks; of modules inside each other the outer one is taken.
+        required: whether to raise an error if there are none.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False)
     >>> {name: list(block.attention) for name, block in find_blocks(encoder).items()}
@@ -142,9 +143,9 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> dict[str, Block
     """
     tree = _Tree(named_modules(model))
     names = tree.in_lists() or tree.parents_of_attention() if pattern is None else _matching(tree.modules, pattern)
-    if not names:
+    if not names and required:
         got = f"{type(model).__name__}, whose lists are {tree.lists() or 'none'}"
-        raise InputError("blocks", "a list of modules that contain attention", got, _REMEDY)
+        raise InputError("blocks", "a list of modules that contain attention", got, _suggestion(tree.modules))
     return {name: Block(tree.modules[name], tree.attention_inside(name)) for name in names}
 
 
@@ -157,10 +158,22 @@ def _matching(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
         raise InputError("blocks", "a regular expression", got, "correct it") from None
     matching = [name for name, module in modules.items() if name and _can_be_called(module) and expression.search(name)]
     if not matching:
-        got = f"{pattern!r}, which matches no module"
-        known = ", ".join([name for name in modules if name][:6])
-        raise InputError("blocks", "a pattern that matches names of modules", got, f"the modules are {known} …")
+        got = f"{pattern!r}, which matches no module with a forward"
+        raise InputError("blocks", "a pattern that matches names of modules", got, _suggestion(modules))
     return _outermost(matching)
+
+
+def _suggestion(modules: Mapping[str, nn.Module]) -> str:
+    """Return the remedy: a pattern for the longest list of modules, or for a module, that this model has."""
+    callable_names = [name for name, module in modules.items() if name and _can_be_called(module)]
+    lists = Counter(name.rpartition(".")[0] for name in callable_names if name.rpartition(".")[2].isdigit())
+    if lists:
+        (longest, _), *_ = lists.most_common(1)
+        return f"name them by a regular expression, such as `blocks=r'^{re.escape(f'{longest}.'.lstrip('.'))}\\d+$'`"
+    if callable_names:
+        known = ", ".join(callable_names[:6])
+        return f"name one by a regular expression, such as `blocks=r'^{re.escape(callable_names[0])}$'`, of {known}"
+    return "put the model into a module that calls it, and name it by a regular expression"
 
 
 def _outermost(names: Iterable[str]) -> list[str]:

@@ -66,3 +66,16 @@ class RecorderCallback:
             self._failed = True
             self._failures = self._failures or Failures()
             self._failures.warn(what, step, error, stacklevel=4)
+
+
+@contextmanager
+def replaced(attributes: dict[str, Any], **values: Any) -> Iterator[None]:
+    """Set instance attributes in the block; afterwards those of the class are visible again, or the former ones."""
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del attributes[name]
+        attributes.update(before)

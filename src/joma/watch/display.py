@@ -14,6 +14,7 @@ from joma.terminal import printable
 FIRST, LAST = 4, 3  # layers that a table shows at either end
 MAX_NAME = 44  # characters
 MAX_LISTED = 2  # layers that were not seen, each with its reason
+_UNDEFINED = "NaN"  # where no value is finite
 
 
 class Summary(NamedTuple):
@@ -63,10 +64,12 @@ def summarise_recording(
     passes, layers = data.sizes["pass"], data.sizes["layer"]
     title = f"Attention of {model}: {_count(passes, 'pass', 'es')}, {_count(layers, 'layer')}"
     measure = data[main_measure(data)]
+    values = by_layer_and_head(measure).values
     records = []
-    for layer, heads in zip(map(str, data.layer.values), by_layer_and_head(measure).values, strict=True):
-        number, spread, least = _over_heads(heads)
+    for layer, heads in zip(map(str, data.layer.values), values, strict=True):
+        number, spread, least = _over_heads(heads[_heads_of(heads[None])])
         records.append((_name(layer), number, spread, least, str(rows.get(layer, "–"))))
+    notes = _list_undefined("over all rows", {"head": _undefined_heads(values[:, None], 0)}) + notes
     return Summary(title, ("layer", "heads", quantity(measure), "least", "rows"), _ends(records), notes)
 
 
@@ -85,22 +88,26 @@ def summarise_trajectory(model: str, data: xr.Dataset | None) -> Summary:
     title = f"Recorder of {model}: {_count(data.sizes['step'], 'probe')}, {steps}"
     columns: tuple[str, ...] = ()
     records = []
+    undefined: dict[str, tuple[int, int]] = {}
     name = main_measure(data)
     if name is not None:
         ends = (f"at step {last}",) if several else ()
         columns = ("layer", "heads", f"{quantity(data[name])} at step {first}", *ends, "least")
         values = data[name].transpose("layer", "step", "head").values
         for layer, probes in zip(map(str, data.layer.values), values, strict=True):
-            _, start, _ = _over_heads(probes[0])
-            number, end, least = _over_heads(probes[-1])
+            heads = _heads_of(probes)
+            _, start, _ = _over_heads(probes[0][heads])
+            number, end, least = _over_heads(probes[-1][heads])
             records.append((_name(layer), number, *((start, end) if several else (end,)), least))
+        undefined["head"] = _undefined_heads(values, -1)
     notes = []
     if "stable_rank" in data:
         ranks = data.stable_rank.transpose("step", "weight").values
         weights = _count(data.sizes["weight"], "weight")
         ends = f", {_range(ranks[-1])} at step {last}" if several else ""
         notes.append(f"stable rank of {weights}: {_range(ranks[0])} at step {first}{ends}")
-    return Summary(title, columns, _ends(records), notes)
+        undefined["weight"] = (int((~np.isfinite(ranks[-1])).sum()), ranks.shape[1])
+    return Summary(title, columns, _ends(records), notes + _list_undefined(f"at step {last}", undefined))
 
 
 def as_text(summary: Summary) -> str:
@@ -134,20 +141,41 @@ def _html(text: str) -> str:
     return escape(printable(text))
 
 
+def _heads_of(probes: np.ndarray) -> np.ndarray:
+    """Return which of the heads [probe, head] a layer has: those with a value in any probe, or all if none has one.
+
+    Where layers have different numbers of heads, the others are NaN in every probe.
+    """
+    heads = np.asarray(np.isfinite(probes).any(axis=0))
+    return heads if heads.any() else ~heads
+
+
+def _undefined_heads(values: np.ndarray, probe: int) -> tuple[int, int]:
+    """Return how many heads of all layers [layer, probe, head] have no finite value in a probe, and how many are."""
+    heads = [probes[probe][_heads_of(probes)] for probes in values]
+    return sum(int((~np.isfinite(layer)).sum()) for layer in heads), sum(map(len, heads))
+
+
+def _list_undefined(where: str, counts: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return a note of what is NaN or infinite, of each kind how many of how many; none if everything is finite."""
+    parts = [f"{number} of {_count(total, kind)}" for kind, (number, total) in counts.items() if number]
+    return [f"NaN or infinite {where}: {', '.join(parts)}"] if parts else []
+
+
 def _over_heads(heads: np.ndarray) -> tuple[str, str, str]:
-    """Return the number of heads, mean ± standard deviation over them, and the least, as text."""
+    """Return the number of heads, mean ± standard deviation over those with a finite value, and the least, as text."""
     defined = heads[np.isfinite(heads)]
     if not defined.size:
-        return "0", "–", "–"
+        return str(heads.size), _UNDEFINED, _UNDEFINED
     mean = f"{defined.mean():.3f}"
     spread = f"{mean} ± {defined.std(ddof=1):.3f}" if defined.size > 1 else mean
-    return str(defined.size), spread, f"{defined.min():.3f}"
+    return str(heads.size), spread, f"{defined.min():.3f}"
 
 
 def _range(values: np.ndarray) -> str:
     defined = values[np.isfinite(values)]
     if not defined.size:
-        return "–"
+        return _UNDEFINED
     low, high = f"{defined.min():.3g}", f"{defined.max():.3g}"
     return low if low == high else f"{low} to {high}"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from joma.arguments import InputError, StateError
-from joma.watch.callbacks import RecorderCallback
+from joma.watch.callbacks import RecorderCallback, replaced
 from joma.watch.distributed import Processes
 from joma.watch.evaluation import preserve_random_state
 from joma.watch.probe_options import check_options
@@ -44,6 +44,7 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
     def __init__(self, batch: Mapping[str, Any] | None = None, **options: Any) -> None:
         self.batch, self.options = batch, check_options(options)
         self._trainer: Trainer | None = None
+        self._before_clipping = ExitStack()  # closed, it restores the Trainer's clipping and reads the gradients once
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -62,23 +63,46 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
                 options = {"distributed": processes.count > 1, **self.options}
                 recorder = Recorder(model, batch, **options)
             self.recorder = recorder
-            self._log(recorder(state.global_step))
+            self._log(recorder(state.global_step, gradients=False))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Probe if the step is due, and at the last step."""
         del args, kwargs
         if self.recorder is not None:
             last = state.global_step >= state.max_steps or control.should_training_stop
-            scalars = self.recorder(state.global_step)
-            self._log(scalars or (self.recorder.probe(state.global_step) if last else {}))
+            scalars = self.recorder(state.global_step, gradients=False)
+            self._log(scalars or (self.recorder.probe(state.global_step, gradients=False) if last else {}))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Have the gradients measured when the Trainer is about to clip them, if the option `gradients` is set.
+
+        A Trainer has no event between the backward pass and clipping, but clips by `accelerator.clip_grad_norm_`.
+        """
+        del args, control, kwargs
+        if self._trainer is not None and self.recorder is not None and self.options.get("gradients"):
+            accelerator, recorder, step = self._trainer.accelerator, self.recorder, state.global_step + 1
+            clip, last = accelerator.clip_grad_norm_, step >= state.max_steps
+
+            def read() -> None:
+                scale = accelerator.scaler.get_scale() if accelerator.scaler else 1.0  # which clipping divides by
+                recorder.read_gradients(step, always=last, scale=scale)
+
+            def read_and_clip(*args: Any, **kwargs: Any) -> Any:
+                self._before_clipping.close()
+                return clip(*args, **kwargs)
+
+            self._before_clipping = ExitStack()
+            self._before_clipping.callback(read)
+            self._before_clipping.enter_context(replaced(vars(accelerator), clip_grad_norm_=read_and_clip))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure the gradients, after clipping, if the coming step is due and the option `gradients` is set."""
-        del args, control, kwargs
-        if self.recorder is not None and self.options.get("gradients"):
-            self.recorder.read_gradients(state.global_step + 1, always=state.global_step + 1 >= state.max_steps)
+        """Measure the gradients here if nothing has clipped them."""
+        del args, state, control, kwargs
+        self._before_clipping.close()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

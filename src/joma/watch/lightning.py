@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from joma.arguments import InputError
-from joma.watch.callbacks import RecorderCallback
+from joma.watch.callbacks import RecorderCallback, replaced
 from joma.watch.evaluation import call_model
 from joma.watch.probe_options import check_options
 from joma.watch.recorder import Recorder
@@ -71,7 +71,7 @@ class EntropyCallback(RecorderCallback, Callback):
                 with processes.together():
                     recorder = Recorder(pl_module, batch if self.batch is None else self.batch, **options)
                 self.recorder = recorder
-                self._log(trainer, recorder(trainer.global_step))
+                self._log(trainer, recorder(trainer.global_step, gradients=False))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -79,24 +79,33 @@ class EntropyCallback(RecorderCallback, Callback):
         """Probe if the step is due."""
         del pl_module, outputs, batch, batch_idx
         if self.recorder is not None:
-            self._log(trainer, self.recorder(trainer.global_step))
+            self._log(trainer, self.recorder(trainer.global_step, gradients=False))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Measure the gradients, before clipping, if the coming step is due and the option `gradients` is set."""
-        del pl_module, optimizer
+        """Measure the gradients, before clipping, if the coming step is due or the last, and the option is set."""
+        del pl_module
         if self.recorder is not None and self.options.get("gradients"):
-            self.recorder.read_gradients(trainer.global_step + 1)
+            step = trainer.global_step + 1
+            last_batch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+            last, scale = last_batch or step == trainer.max_steps, _gradient_scale(trainer, optimizer)
+            self.recorder.read_gradients(step, always=last, scale=scale)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Probe at the last step."""
         del pl_module
         if self.recorder is not None:
-            self._log(trainer, self.recorder.probe(trainer.global_step))
+            self._log(trainer, self.recorder.probe(trainer.global_step, gradients=False))
 
     def _log(self, trainer: Trainer, scalars: dict[str, float]) -> None:
         for logger in trainer.loggers if scalars and trainer.is_global_zero else ():
             with self._guarded("logging a probe", trainer.global_step):
                 logger.log_metrics(scalars, step=trainer.global_step)
+
+
+def _gradient_scale(trainer: Trainer, optimizer: Any) -> float:
+    """Return the factor in the gradients before the step: 1, unless a fused optimizer is to divide by it itself."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler.get_scale() if scaler and getattr(optimizer, "_step_supports_amp_scaling", False) else 1.0
 
 
 def _run_on_batch(trainer: Trainer, module: LightningModule, batch: Any) -> object:
@@ -149,7 +158,7 @@ def _without_traces(trainer: Trainer, module: LightningModule) -> Iterator[None]
     with ExitStack() as stack:
         for part in module.modules():
             if hasattr(part, "log_dict"):
-                stack.enter_context(_replaced(vars(part), log=_nothing, log_dict=_nothing))
+                stack.enter_context(replaced(vars(part), log=_nothing, log_dict=_nothing))
             elif hasattr(part, "_update_count") and hasattr(part, "_defaults"):  # a torchmetrics.Metric
                 state = {name: deepcopy(vars(part)[name]) for name in _metric_state(part)}
                 stack.callback(vars(part).update, state)
@@ -166,16 +175,3 @@ def _metric_state(metric: Any) -> list[str]:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     del args, kwargs
-
-
-@contextmanager
-def _replaced(attributes: dict[str, Any], **values: Any) -> Iterator[None]:
-    """Set instance attributes in the block; afterwards those of the class are visible again, or the former ones."""
-    before = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del attributes[name]
-        attributes.update(before)

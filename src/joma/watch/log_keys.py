@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,15 +30,16 @@ class LogKeys:
         weights: the names of the weights whose stable rank is measured.
         measures: the measures of attention; effective tokens are logged only without the entropy, their logarithm.
         summary: one value for each layer and measure, and one stable rank for each layer: the mean of its weights.
+        blocks: the names of the model's blocks, whose stable ranks are then one each; by default as names tell.
     """
 
-    def __init__(self, weights: Sequence[str], *, measures: Collection[str], summary: bool) -> None:
+    def __init__(
+        self, weights: Sequence[str], *, measures: Collection[str], summary: bool, blocks: Collection[str] = ()
+    ) -> None:
         logged = [name for name in measures if name != "effective_tokens"]
         self.measures, self.summary = logged if "entropy" in logged else measures, summary
         self.weights = short_names(weights)
-        blocks = {name: _block(name) if summary else name for name in weights}
-        short = short_names(dict.fromkeys(blocks.values()))
-        self._rank_keys = [short[blocks[name]] for name in weights]
+        self._rank_keys = _block_keys(self.weights, blocks) if summary else list(self.weights.values())
         self._layers: dict[str, str] = {}
         self._blocks: dict[str, str] = {}
         self._has_collapsed: set[str] = set()
@@ -93,11 +94,26 @@ class LogKeys:
                 yield f"collapsed/{short[layer]}", float(heads.sum())
 
 
-def _block(weight: str) -> str:
-    """Return the block that a weight belongs to: its name up to the last number, that of an expert aside."""
+def _block_keys(weights: Mapping[str, str], blocks: Collection[str]) -> list[str]:
+    """Return for each weight the short name of its block; a weight outside all blocks has its own, which is given."""
+    owners = {name: next((block for block in blocks if name.startswith(f"{block}.")), None) for name in weights}
+    if not blocks:
+        owners = {name: _block(name) for name in weights}
+        blocks = dict.fromkeys(block for block in owners.values() if block is not None)
+    short = short_names(blocks)
+    return [short.get(owners[name] or "", weight) for name, weight in weights.items()]
+
+
+def _block(weight: str) -> str | None:
+    """Return the block that a weight seems to belong to: its name up to the last number, or None without a number.
+
+    The numbers of experts do not count, nor that of a layer inside a block, such as 2 in `h.0.mlp.2.weight`.
+    """
     path = _EXPERT.sub("", weight).split(".")
     numbers = [index for index, part in enumerate(path) if part.isdigit()]
-    return ".".join(path[: numbers[-1] + 1]) if numbers else weight
+    if len(numbers) > 1 and numbers[-1] == len(path) - 2:
+        numbers.pop()
+    return ".".join(path[: numbers[-1] + 1]) if numbers else None
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,9 @@ class Recorder(RecorderViews):
         residual: record the norm of the residual stream after each block: `residual_rms` and `residual_norm`.
         activation_ranks: record stable rank and participation ratio of the hidden states after each block and of what
             its attention returns, as in `joma.watch.activations`.
-        gradients: record the norm of the gradient by block. Call the recorder after `loss.backward()` and before
-            `optimizer.zero_grad()`, or `read_gradients` there.
+        gradients: record the norm of the gradient by block, `gradient_norm`: that of the update which leads to the
+            step, of the whole accumulated batch, before clipping. In a plain loop call `read_gradients` where this
+            gradient is; without it the recorder takes the gradients that it finds when it is called.
         blocks: a regular expression for the names of the blocks, as in `joma.watch.activations`.
         rows: the query positions that count, as in `joma.watch.attention`: by default "masks", the real tokens.
         precision: as in `joma.attention_entropy`, "highest" or "high".
@@ -125,30 +126,44 @@ class Recorder(RecorderViews):
         self.weights = select_weights(self.model, options["ranks"])
         self._watching = {name: options[name] for name in ("measures", "top", "sinks", "rows", "precision")}
         self._blocks = {name: options[name] for name in ("residual", "activation_ranks", "rows", "blocks")}
-        if options["residual"] or options["activation_ranks"] or options["gradients"]:
-            find_blocks(self.model, options["blocks"])  # raises an error if there are none
-        self._with_gradients, self._gradients = options["gradients"], {}
+        named: Collection[str] = ()
+        if options["residual"] or options["activation_ranks"] or options["gradients"] or options["blocks"] is not None:
+            named = find_blocks(self.model, options["blocks"])  # raises an error if there are none
+        elif options["summary"]:
+            named = find_blocks(self.model, required=False)
+        self._with_gradients = options["gradients"]
+        self._read: dict[
+            int, dict[str, float]
+        ] = {}  # the norms of gradients that were read for a coming probe, by step
         self._log, self._strict = options["log"], options["strict"]
-        self._keys = LogKeys(self.weights, measures=options["measures"], summary=options["summary"])
+        self._keys = LogKeys(self.weights, measures=options["measures"], summary=options["summary"], blocks=named)
         levels = {name: options[name] for name in ("floor", "rank_floor", "patience")}
         self._detector, self._failures = CollapseDetector(**levels), Failures()
         self._probes: list[Probe] = []
         self._last_call: int | None = None
 
-    def __call__(self, step: int) -> dict[str, float]:
-        """Probe if a step has become due since the last call, and return the scalars to log, else {}."""
+    def __call__(self, step: int, *, gradients: bool = True) -> dict[str, float]:
+        """Probe if a step has become due since the last call, and return the scalars to log, else {}.
+
+        `gradients` is as in `probe`.
+        """
+        step = whole("step", step, low=0)
         due = self._has_become_due(step)
         self._last_call = step
-        return self.probe(step) if due else {}
+        return self.probe(step, gradients=gradients) if due else {}
 
-    def read_gradients(self, step: int, *, always: bool = False) -> None:
+    def read_gradients(self, step: int, *, always: bool = False, scale: float = 1.0) -> None:
         """Measure the gradients now for the probe at `step`, if a step is due by then, or `always`.
 
-        Call it between `loss.backward()` and `optimizer.step()` if the recorder itself is called after
-        `optimizer.zero_grad()`; without the option `gradients` it does nothing.
+        Call it after the last `loss.backward()` of a batch and before the gradients are clipped, with the number that
+        the step will have after `optimizer.step()`: the callbacks do so, and a plain loop then has the same numbers as
+        they. `scale` is the factor of a gradient scaler, if it has not yet unscaled the gradients. Without the option
+        `gradients` nothing is measured.
         """
+        step = whole("step", step, low=0)
         if self._with_gradients and (always or self._has_become_due(step)):
-            self._gradients = self._gradient_norms(step)
+            norms = self._gradient_norms(step)
+            self._read = {step: {block: norm / scale for block, norm in norms.items()}}
 
     def _has_become_due(self, step: int) -> bool:
         try:
@@ -162,8 +177,9 @@ class Recorder(RecorderViews):
     def probe(self, step: int, *, gradients: bool = True) -> dict[str, float]:
         """Probe now, whether due or not, and return the scalars to log.
 
-        They are {} if this step has been probed already, and if the probe fails. With `gradients=False` the option
-        `gradients` is ignored: after the last `optimizer.zero_grad()` there are none.
+        They are {} if this step has been probed already, and if the probe fails. With `gradients=False` only those
+        gradients count that `read_gradients` has measured for this step: later they may be clipped, or those of a part
+        of the next batch, or gone.
         """
         step = whole("step", step, low=0)
         if self._probes and step == self._probes[-1].step:
@@ -211,9 +227,8 @@ class Recorder(RecorderViews):
         if isinstance(averaged, averages.RowSums):
             averaged = averages.combine(averaged, self._processes)
         blocks = combine_blocks(parts, self._processes)
-        if self._with_gradients and with_gradients:
-            blocks |= {GRADIENT: self._gradients or self._gradient_norms(step)}
-            self._gradients = {}
+        if self._with_gradients:
+            blocks |= {GRADIENT: self._read.pop(step, {}) or (self._gradient_norms(step) if with_gradients else {})}
         return Measurement(*averaged, stable_ranks(self.model, self.weights, self._processes), blocks)
 
     def _gradient_norms(self, step: int) -> dict[str, float]:

@@ -37,7 +37,7 @@ from joma.watch.module_hooks import Hooks, module_hooks
 from joma.watch.sequence_starts import starts_by_mask
 
 CHOICES = ("masks", "all")
-_REMEDY = "use reduce='none' and choose the rows"
+_REMEDY = "give `rows` as a tensor [batch, query], or watch with reduce='none' and choose them"
 _UNNAMED_MASK = "its mask hides tokens from all queries, and no argument such as `attention_mask` says what they are"
 
 
