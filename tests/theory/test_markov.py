@@ -158,6 +158,18 @@ def test_the_flow_starts_at_its_rate_and_ends_where_the_theory_says(chain, tied)
     np.testing.assert_allclose(end, expected, atol=1e-10)
 
 
+@pytest.mark.parametrize("chain", [(0.5, 0.8), (0.2, 0.3)])
+@pytest.mark.parametrize("e0", [0.4, -0.4, 0.0])
+def test_the_flow_from_the_stable_plane_ends_at_the_unigram_and_from_beside_it_at_the_kernel(chain, e0):
+    """a = −sign(C) e stays so, to the last bit; from 1e-6 beside it the flow leaves, by its conserved number."""
+    sign = float(np.sign(markov.covariance(*chain)))
+    path = markov.reduced_flow(*chain, [3000.0], e0=e0, a0=-sign * e0, b0=1.0)
+    np.testing.assert_array_equal(path.a, -sign * path.e)
+    np.testing.assert_allclose(path.loss[-1], markov.unigram_entropy(*chain), atol=1e-10)
+    beside = markov.reduced_flow(*chain, [3000.0], e0=e0, a0=-sign * e0 + 1e-6, b0=1.0)
+    np.testing.assert_allclose(beside.loss[-1], markov.entropy_rate(*chain), atol=1e-10)
+
+
 @settings(max_examples=15)
 @given(chain=chains, e0=st.floats(-2, 2), a0=st.one_of(st.none(), st.floats(-2, 2)), b0=st.floats(-2, 2))
 def test_the_loss_falls_along_the_flow_and_a_conserved_number_stays(chain, e0, a0, b0):

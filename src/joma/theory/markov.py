@@ -210,7 +210,8 @@ def reduced_flow(
         ė = a r_1,  ȧ = e r_1,  ḃ = r_0 + r_1,    r_s = π_s (P(1 | s) − σ(a e s + b))
 
     Tied weights have a = e and ė = 2 e r_1. If p + q > 1, H(π) is then the least loss of all: the best slope is
-    negative, e² is not, and the loss is convex.
+    negative, e² is not, and the loss is convex. In all other cases the flow ends at the entropy rate, unless it starts
+    at a = −sign(C) e, which it keeps, or at e = a = 0: then at H(π).
 
     Args:
         p, q: the transition probabilities, one of each.
