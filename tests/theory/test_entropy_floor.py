@@ -49,6 +49,30 @@ def test_the_entropy_of_peaks_is_that_of_their_softmax(norm, keys, peaks):
         assert float(row_floor(norm, keys)) == pytest.approx(exact, rel=1e-13)
 
 
+@pytest.mark.parametrize("norm", [0.0, 1e-8, 0.5, 4.0, 40.0, 300.0, 740.0])
+@pytest.mark.parametrize("keys", [1, 2, 3, 50, 10**6, 10**15])
+def test_the_entropy_of_an_identity_is_that_of_one_logit_among_zeros(norm, keys):
+    """ln(1 + x) + σ x/(1 + x) with x = (T−1) e^−σ, to full relative accuracy, down to the smallest floats."""
+    with mp.workdps(60):
+        x = (keys - 1) * mp.exp(-mp.mpf(norm))
+        exact = float(mp.log1p(x) + norm * x / (1 + x))
+    assert float(identity_entropy(norm, keys)) == pytest.approx(exact, rel=4e-15, abs=1e-320)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("keys", [1, 2, 10**6])
+def test_an_endless_norm_leaves_no_entropy(keys):
+    assert identity_entropy(np.inf, keys) == row_floor(np.inf, keys) == 0.0
+
+
+def test_the_floor_of_many_keys_does_not_underflow_early():
+    with mp.workdps(60):
+        gap = 740 * mp.sqrt(mp.mpf(10**6) / (10**6 - 1))
+        x = (10**6 - 1) * mp.exp(-gap)
+        exact = float(mp.log1p(x) + gap * x / (1 + x))
+    assert float(row_floor(740.0, 10**6)) == pytest.approx(exact, rel=1e-12)
+
+
 def test_the_printed_form_of_the_bound():
     """As Zhai et al. state it, with β and σ √(T(T−1)), where it does not lose digits."""
     norm, keys = np.array([0.5, 1.0, 4.0]), 7

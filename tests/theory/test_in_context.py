@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mpmath as mp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -97,6 +98,30 @@ def test_plateaus_begin_at_no_answer_and_end_at_the_optimum(spectrum, length, no
     assert losses[0] == pytest.approx(sum(spectrum) / 2)
     assert losses[-1] == pytest.approx(in_context.least_loss(spectrum, length, noise), abs=1e-12)
     assert (np.diff(losses) < 0).all()
+
+
+@given(spectra, st.floats(0, 300).map(lambda power: 10.0**power), noises)
+def test_losses_of_long_prompts_keep_their_digits(spectrum, length, noise):
+    """They fall as 1/N, to 1e-300, and are not the rounding of what they are a difference of: against 700 digits."""
+    gain = in_context.preconditioner(spectrum, length, noise)
+    with mp.workdps(700):
+        values, examples = [mp.mpf(value) for value in sorted(spectrum, reverse=True)], mp.mpf(length)
+        total = mp.fsum(values) + mp.mpf(noise) ** 2
+        moments = [(1 + 1 / examples) * value**2 + total / examples * value for value in values]
+        learnt = [value - value**2 * value / moment for value, moment in zip(values, moments, strict=True)]
+        steps = [(mp.fsum(learnt[:m]) + mp.fsum(values[m:])) / 2 for m in range(len(values) + 1)]
+        square, curvature = mp.fsum(v**2 for v in values), mp.fsum(m * v for m, v in zip(moments, values, strict=True))
+        plain = (mp.fsum(values) - square**2 / curvature) / 2
+    np.testing.assert_allclose(in_context.plateaus(spectrum, length, noise), [float(x) for x in steps], rtol=1e-13)
+    best = [
+        in_context.least_loss(spectrum, length, noise),
+        in_context.population_loss(np.diag(gain), spectrum, length, noise),
+        in_context.shifted_risk(gain, spectrum, length, noise),
+    ]
+    # Half a rounding of γ costs its square: 1e-32, to which the loss of a given matrix falls
+    np.testing.assert_allclose(best, float(steps[-1]), rtol=1e-12, atol=1e-30)
+    assert best[0] == pytest.approx(float(steps[-1]), rel=1e-13)
+    assert in_context.plain_step(spectrum, length, noise).loss == pytest.approx(float(plain), rel=1e-12, abs=1e-30)
 
 
 def test_plateaus_are_losses_of_partial_optima():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import mpmath as mp
 import numpy as np
 import pytest
 import torch
@@ -60,6 +61,47 @@ def minimal_loss(tokens, r, a, *, symbols, query=1, smoothing=0.0, first=0):
 def test_the_stationary_distribution_is_that_of_a_high_power(seed, symbols):
     kernel = draw_kernel(np.random.default_rng(seed), symbols, batch=(3,))
     np.testing.assert_allclose(stationary(kernel), np.linalg.matrix_power(kernel, 2**14)[:, 0], atol=1e-9)
+
+
+def exact_stationary(kernel):
+    """Return π in mpmath, with each diagonal entry 1 less the others of its row."""
+    states = len(kernel)
+    with mp.workdps(400):
+        system = mp.matrix(kernel.T.tolist())
+        for state in range(states):
+            system[state, state] = -mp.fsum(mp.mpf(kernel[state, other]) for other in range(states) if other != state)
+        for state in range(states):
+            system[0, state] = mp.mpf(1)
+        solution = mp.lu_solve(system, mp.matrix([1] + [0] * (states - 1)))
+        return np.array([float(solution[state]) for state in range(states)])
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, st.integers(2, 6), st.floats(0, 30))
+def test_rare_states_and_nearly_reducible_chains_keep_their_digits(seed, states, orders):
+    """Probabilities over many orders of magnitude, against a linear system with 400 digits."""
+    kernel = 10.0 ** -np.random.default_rng(seed).uniform(0, orders, size=(states, states)) / states
+    np.fill_diagonal(kernel, 0.0)
+    np.fill_diagonal(kernel, 1.0 - kernel.sum(axis=1))
+    np.testing.assert_allclose(stationary(kernel), exact_stationary(kernel), rtol=1e-13, atol=0)
+
+
+def test_chains_of_more_states_than_a_block_are_eliminated_alike():
+    kernel = draw_kernel(np.random.default_rng(0), 150, batch=(2,))
+    pi = stationary(kernel)
+    np.testing.assert_allclose((pi[:, None] @ kernel)[:, 0], pi, rtol=1e-13)
+    np.testing.assert_allclose(pi.sum(-1), 1.0, rtol=1e-14)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_transient_states_have_probability_0_wherever_they_stand(order):
+    kernel = np.array([[0.2, 0.3, 0.5], [0.0, 0.4, 0.6], [0.0, 0.9, 0.1]])[np.ix_(order, order)]
+    np.testing.assert_allclose(stationary(kernel), np.array([0.0, 0.6, 0.4])[list(order)], rtol=1e-15)
+
+
+def test_a_path_too_improbable_for_a_float_is_refused():
+    with pytest.raises(InputError, match="`transition` must be chains whose paths have probabilities that are floats"):
+        stationary([[0.5, 0.5, 0.0], [0.0, 1.0, 1e-200], [1e-200, 1.0, 0.0]])  # from 1 to 0: 1e-400
 
 
 def test_a_chain_with_two_stationary_distributions_is_refused():

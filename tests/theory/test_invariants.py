@@ -299,6 +299,18 @@ def test_correlation_is_pearsons_and_blind_to_scale(seed, tokens, shift, scale):
     np.testing.assert_allclose(correlation(z, -z_hat), [-one for one in expected], atol=1e-12)
 
 
+@given(seed=seeds, powers=st.lists(st.integers(-290, 290), min_size=2, max_size=4))
+def test_rows_of_very_different_sizes_are_measured_each_by_itself(seed, powers):
+    """Rows may be 1e290 and 1e-290 in one array: correlation and relative error do not see the unit of a row."""
+    rng = np.random.default_rng(seed)
+    z, z_hat, z0 = rng.normal(size=(3, len(powers), 5))
+    unit = 10.0 ** np.array(powers)[:, None]
+    np.testing.assert_allclose(correlation(z * unit, z_hat * unit[::-1]), correlation(z, z_hat), atol=1e-13)
+    np.testing.assert_allclose(
+        relative_error(z * unit, z_hat * unit, z0 * unit), relative_error(z, z_hat, z0), rtol=1e-13
+    )
+
+
 def test_correlation_with_a_constant_is_undefined():
     assert np.isnan(correlation([0.1] * 10, np.arange(10.0)))
     assert np.isnan(correlation(np.arange(10.0), [0.0] * 10))

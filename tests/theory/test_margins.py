@@ -102,7 +102,7 @@ def test_opposite_and_zero_differences_have_no_margin(rows):
         max_margin(rows)
 
 
-@pytest.mark.parametrize("rows", [[1.0, 2.0], [[np.nan]], [], [[True]], [[1e-310]], [[1e308, 1e308]]])
+@pytest.mark.parametrize("rows", [[1.0, 2.0], [[np.nan]], [], [[True]], [[1e-310]], [[1.5e308, 1.5e308]]])
 def test_bad_differences_are_refused_by_name(rows):
     with pytest.raises(InputError, match="`differences` must"):
         max_margin(rows)
@@ -224,3 +224,22 @@ def test_without_ties_a_selection_that_lasts_has_the_solution_of_all_margins(see
 def test_bad_matrices_and_selections_are_refused_by_name(call, name):
     with pytest.raises(InputError, match=f"`{name}` must"):
         call()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("power", [-290, -160, 160, 290])
+def test_margins_do_not_depend_on_the_unit_of_the_differences(power):
+    """Also where squares of the differences overflow or vanish."""
+    rows = np.random.default_rng(0).normal(size=(3, 4)) + 2.0
+    np.testing.assert_allclose(max_margin(rows * 10.0**power) * 10.0**power, max_margin(rows), rtol=1e-12)
+    matrices = rows.reshape(3, 2, 2)
+    scaled, plain = nuclear_max_margin(matrices * 10.0**power), nuclear_max_margin(matrices)
+    np.testing.assert_allclose(scaled.w * 10.0**power, plain.w, rtol=1e-6, atol=1e-6)
+    assert scaled.bound * 10.0**power == pytest.approx(scaled.norm * 10.0**power, rel=1e-6)
+
+
+@pytest.mark.parametrize("solve", [max_margin, lambda rows: nuclear_max_margin([[row] for row in rows])])
+def test_differences_of_incomparable_lengths_are_refused_as_such(solve):
+    """They are separable: the refusal does not say that they are not, and no answer without a margin comes back."""
+    with pytest.raises(InputError, match="`differences` must be of lengths within a factor of"):
+        solve([[1e-200, 0.0], [0.0, 1e200]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import mpmath as mp
 import numpy as np
 import pytest
 import torch
@@ -36,6 +37,56 @@ def test_the_stationary_distribution_is_the_left_eigenvector(chain):
     share = markov.stationary(*chain)
     pi = np.array([1 - share, share])
     np.testing.assert_allclose(pi @ matrix(*chain), pi, atol=1e-15)
+
+
+probability = st.one_of(
+    st.floats(0.02, 0.98),
+    st.floats(-300, -1).map(lambda power: 10.0**power),
+    st.floats(-16, -1).map(lambda x: 1 - 10**x),
+).filter(lambda x: 0 < x < 1)
+
+
+@given(
+    p=probability, q=probability, lag=st.integers(1, 2), logits=st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3))
+)
+def test_rare_and_nearly_certain_changes_keep_their_digits(p, q, lag, logits):
+    """Against 700 digits: where 1 − x rounds to 1, and ln(1 − x) to 0, the formulas themselves would lose them."""
+    with mp.workdps(700):
+        first, second, slope, bias = (mp.mpf(number) for number in (p, q, *logits))
+        share = first / (first + second)
+
+        def entropy(x):
+            return -x * mp.log(x) - (1 - x) * mp.log(1 - x)
+
+        def surprisal(chance, x):
+            return chance * mp.log1p(mp.exp(-x)) + (1 - chance) * mp.log1p(mp.exp(x))
+
+        expected = {
+            "entropy": entropy(share),
+            "rate": (1 - share) * entropy(first) + share * entropy(second),
+            "covariance": share * (1 - share) * (1 - first - second) ** lag,
+            "loss": (1 - share) * surprisal(first, bias) + share * surprisal(1 - second, slope + bias),
+            "slope": mp.log((1 - first) * (1 - second) / (first * second)),
+        }
+    computed = {
+        "entropy": markov.unigram_entropy(p, q),
+        "rate": markov.entropy_rate(p, q),
+        "covariance": markov.covariance(p, q, lag=lag),
+        "loss": markov.affine_loss(p, q, *logits),
+        "slope": markov.kernel_logits(p, q)[0],
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(computed[name], float(value), rtol=1e-12, atol=0, err_msg=name)
+
+
+def test_a_persistence_of_one_rounding_is_exact():
+    half = 0.5 - 2.0**-54
+    np.testing.assert_array_equal(markov.covariance(half, half), 2.0**-55)
+
+
+def test_logits_whose_sum_overflows_are_refused():
+    with pytest.raises(InputError, match="`slope`, `bias` must be such that the result is a finite number"):
+        markov.affine_loss(0.5, 0.5, 1.5e308, 1.5e308)
 
 
 @settings(max_examples=30)
@@ -105,6 +156,18 @@ def test_the_flow_starts_at_its_rate_and_ends_where_the_theory_says(chain, tied)
     trapped = tied and sum(chain) > 1
     expected = markov.unigram_entropy(*chain) if trapped else markov.entropy_rate(*chain)
     np.testing.assert_allclose(end, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("chain", [(0.5, 0.8), (0.2, 0.3)])
+@pytest.mark.parametrize("e0", [0.4, -0.4, 0.0])
+def test_the_flow_from_the_stable_plane_ends_at_the_unigram_and_from_beside_it_at_the_kernel(chain, e0):
+    """a = −sign(C) e stays so, to the last bit; from 1e-6 beside it the flow leaves, by its conserved number."""
+    sign = float(np.sign(markov.covariance(*chain)))
+    path = markov.reduced_flow(*chain, [3000.0], e0=e0, a0=-sign * e0, b0=1.0)
+    np.testing.assert_array_equal(path.a, -sign * path.e)
+    np.testing.assert_allclose(path.loss[-1], markov.unigram_entropy(*chain), atol=1e-10)
+    beside = markov.reduced_flow(*chain, [3000.0], e0=e0, a0=-sign * e0 + 1e-6, b0=1.0)
+    np.testing.assert_allclose(beside.loss[-1], markov.entropy_rate(*chain), atol=1e-10)
 
 
 @settings(max_examples=15)

@@ -79,6 +79,23 @@ def test_hard_attention_keeps_its_digits(spread):
     assert float(attend(split(start), spread * w, v).log_rms) == pytest.approx(expected, rel=1e-10)
 
 
+@given(SEEDS, st.floats(-15, 3), st.integers(-300, 290))
+def test_the_split_keeps_the_digits_of_small_residuals(seed, orders, power):
+    """Beside a mean up to 1e15 times as large, in units from 1e-300 to 1e290, against 60 digits."""
+    generator = np.random.default_rng(seed)
+    x = (generator.normal(size=3) + generator.normal(size=(5, 3)) * 10.0**orders) * 10.0**power
+    tokens = split(x)
+    with mp.workdps(60):
+        columns = [[mp.mpf(value) for value in column] for column in x.T.tolist()]
+        means = [mp.fsum(column) / 5 for column in columns]
+        residuals = [[value - mean for value in column] for column, mean in zip(columns, means, strict=True)]
+        norm = mp.sqrt(mp.fsum(value**2 for column in residuals for value in column))
+        direction = np.array([[float(value / norm) for value in column] for column in residuals]).T
+        assert float(tokens.log_norm) == pytest.approx(float(mp.log(norm)), abs=1e-14, rel=1e-15)
+    np.testing.assert_allclose(tokens.direction, direction, atol=1e-14)
+    np.testing.assert_allclose(tokens.mean, [float(mean) for mean in means], rtol=0, atol=2e-16 * np.abs(x).max())
+
+
 @given(SEEDS, st.floats(-12, 1))
 def test_a_layer_is_softmax_attention(seed, exponent):
     """In plain arithmetic, where residuals are not small; and residuals have direction 1 and mean 0."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.integrate import quad
+from scipy.integrate import cumulative_simpson, quad
 from scipy.special import entr, expit, softmax
 
 from joma.arguments import InputError
@@ -223,3 +223,15 @@ def test_gaps_tend_to_their_laws():
 def test_bad_arguments_are_named(name, call):
     with pytest.raises(InputError, match=f"`{name}"):
         call()
+
+
+@pytest.mark.parametrize("lift", [0.0, 50.0, 500.0, 1000.0, 1e6])
+def test_an_orbit_may_start_at_any_margin_and_its_time_is_a_quadrature(lift):
+    """1 + t = 1 + ∫ (1 + e^m) dτ, from a dense orbit in units of e^lift; a lift of all scores changes nothing else."""
+    clock = np.linspace(0.0, 6.0, 6001)
+    low, high = (orbit([shift + 0.4, shift, shift - 0.3], [0.1, 0.0, 0.2], clock) for shift in (0.0, lift))
+    np.testing.assert_allclose(high.attention, low.attention, rtol=1e-7, atol=0)
+    rates = np.exp(low.margin) + np.exp(-lift)
+    integral = cumulative_simpson(rates, x=clock, initial=0.0) + np.exp(-lift)
+    np.testing.assert_allclose(high.log_time[1:], lift + np.log(integral[1:]), rtol=1e-9, atol=1e-8)
+    assert high.log_time[0] == 0.0

@@ -118,7 +118,7 @@ def identity_entropy(spectral_norm: ArrayLike, keys: ArrayLike) -> np.ndarray:
     array([0.1773, 0.7186, 2.5324])
     """
     norm, count = _norm_and_keys(spectral_norm, keys, "spectral_norm")
-    return _entropy_of_peaks(norm * np.sqrt((count - 1) / count), count, np.ones_like(count))
+    return _entropy_of_gap(norm, count, np.ones_like(count))
 
 
 def mean_floor(spectral_norm: ArrayLike, keys: int) -> np.ndarray:
@@ -184,9 +184,17 @@ def _entropy_of_peaks(norm: np.ndarray | np.float64, count: np.ndarray, high: np
     """Return the entropy of k high logits of T, for checked arguments; for k = T all are equal."""
     rest = count - high
     with np.errstate(under="ignore", over="ignore", invalid="ignore", divide="ignore"):
-        gap = np.where(rest > 0, norm * np.sqrt(count / (high * rest)), 0.0)
-        x = rest / high * np.exp(-gap)
-        return np.asarray(np.log(high) + np.log1p(x) + np.where(x > 0, gap * x, 0.0) / (1 + x))
+        gap = np.where(rest > 0, norm * np.sqrt(count / high / rest), 0.0)
+    return _entropy_of_gap(gap, count, high)
+
+
+def _entropy_of_gap(gap: np.ndarray | np.float64, count: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Return the entropy of k high logits of T that are higher than the others by `gap`, for checked arguments."""
+    with np.errstate(under="ignore", over="ignore", invalid="ignore"):
+        root = np.exp(-gap / 2)  # whose square may underflow before it is multiplied by the number of keys
+        tail = (count - high) / high * root
+        x, linear = tail * root, np.where(tail > 0, gap * tail * root, 0.0)
+        return np.asarray(np.log(high) + np.log1p(x) + linear / (1 + x))
 
 
 def _norm_and_keys(norm: ArrayLike, keys: ArrayLike, name: str = "logit_norm") -> tuple[np.ndarray, np.ndarray]:

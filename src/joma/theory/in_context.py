@@ -75,10 +75,7 @@ def second_moment(spectrum: ArrayLike, length: float, noise: float = 0.0) -> Spe
     >>> second_moment([1.0, 0.5], np.inf)
     array([1.  , 0.25])
     """
-    eigenvalues = _spectrum(spectrum)
-    examples = float(real("length", length, ndim=0, low=1.0, finite=False))
-    variance = scalar("noise", noise, low=0.0, high=LARGEST) ** 2
-    return (1 + 1 / examples) * eigenvalues**2 + (eigenvalues.sum() + variance) / examples * eigenvalues
+    return _spectrum(spectrum) ** 2 + _sampling_spread(spectrum, length, noise)
 
 
 def population_loss(
@@ -97,13 +94,13 @@ def population_loss(
     >>> population_loss(np.eye(2), [1.0, 0.5], 3)
     array(0.5625)
     """
-    eigenvalues, moment = _spectrum(spectrum), second_moment(spectrum, length, noise)
+    eigenvalues = _spectrum(spectrum)
     g = real("matrix", matrix)
     size = len(eigenvalues)
     if g.shape[-2:] != (size, size):
         raise InputError("matrix", f"[..., {size}, {size}], like `spectrum`", f"shape {g.shape}", "match their sizes")
     with np.errstate(over="ignore", invalid="ignore"):
-        loss = _losses(g, eigenvalues, moment)
+        loss = _losses(g, eigenvalues, _sampling_spread(spectrum, length, noise))
     in_range("matrix`, `spectrum", loss)
     return loss
 
@@ -133,10 +130,7 @@ def least_loss(spectrum: ArrayLike, length: float, noise: float = 0.0) -> float:
     >>> round(least_loss([1.6, 1.0, 0.6, 0.3], 12), 6)
     0.490141
     """
-    eigenvalues = _spectrum(spectrum)
-    # 1 − λγ = γ (λ + Σλ + σ²)/N has no cancellation where the optimum is nearly exact.
-    rest = 1 / preconditioner(spectrum, length, noise) - eigenvalues
-    return float((eigenvalues * preconditioner(spectrum, length, noise) * rest).sum() / 2)
+    return float(plateaus(spectrum, length, noise)[-1])
 
 
 def plain_step(spectrum: ArrayLike, length: float, noise: float = 0.0) -> PlainStep:
@@ -153,10 +147,9 @@ def plain_step(spectrum: ArrayLike, length: float, noise: float = 0.0) -> PlainS
     >>> round(rate, 4), round(loss, 4)
     (0.5767, 0.5937)
     """
-    eigenvalues = _spectrum(spectrum)
-    square, curvature = (eigenvalues**2).sum(), (second_moment(spectrum, length, noise) * eigenvalues).sum()
-    rate = square / curvature
-    return PlainStep(float(rate), float(eigenvalues.sum() - rate * square) / 2)
+    eigenvalues, moment = _spectrum(spectrum), second_moment(spectrum, length, noise)
+    rate = float((eigenvalues**2).sum() / (moment * eigenvalues).sum())
+    return PlainStep(rate, float(shifted_risk(np.full(len(eigenvalues), rate), spectrum, length, noise)))
 
 
 def plateaus(spectrum: ArrayLike, length: float, noise: float = 0.0) -> Float[np.ndarray, " plateau"]:
@@ -174,8 +167,10 @@ def plateaus(spectrum: ArrayLike, length: float, noise: float = 0.0) -> Float[np
     array([1.75    , 1.117901, 0.754265, 0.563114, 0.490141])
     """
     eigenvalues = np.sort(_spectrum(spectrum))[::-1]
-    gains = eigenvalues**2 * preconditioner(eigenvalues, length, noise)
-    return (eigenvalues.sum() - np.append(0.0, np.cumsum(gains))) / 2
+    # λ − λ²γ = (m − λ²) γ of a direction that is learnt, without cancellation where the optimum is nearly exact
+    learnt = _sampling_spread(eigenvalues, length, noise) * preconditioner(eigenvalues, length, noise)
+    unlearnt = np.append(np.cumsum(eigenvalues[::-1])[::-1], 0.0)
+    return (np.append(0.0, np.cumsum(learnt)) + unlearnt) / 2
 
 
 def growth_rate(spectrum: ArrayLike) -> float:
@@ -290,11 +285,10 @@ def shifted_risk(
     >>> [float(shifted_risk(gain, [1.6, 1.0, 0.6, 0.3], length).round(5)) for length in (12, 24, np.inf)]
     [0.49014, 0.32081, 0.15148]
     """
-    eigenvalues, moment = _spectrum(spectrum), second_moment(spectrum, length, noise)
+    eigenvalues, excess = _spectrum(spectrum), _sampling_spread(spectrum, length, noise)
     g = np.atleast_1d(real("gain", gain, low=-LARGEST, high=LARGEST))
     broadcast(gain=g, spectrum=eigenvalues)
     # The two squares cannot cancel each other, so that small risks keep their digits.
-    excess = moment - eigenvalues**2
     return np.asarray((eigenvalues * (1 - g * eigenvalues) ** 2 + excess * g**2 * eigenvalues).sum(axis=-1) / 2)
 
 
@@ -341,7 +335,7 @@ def merged_flow(
     product = solution.states[:, heads:].reshape(-1, heads, size, size)
     matrix = np.einsum("th,thij->tij", value, product)
     conserved = value**2 - (product**2).sum(axis=(-2, -1))
-    loss = _losses(matrix, eigenvalues, moment)
+    loss = _losses(matrix, eigenvalues, _sampling_spread(spectrum, length, noise))
     return Path(solution.times, matrix, loss, conserved, {"u": value, "U": product})
 
 
@@ -403,7 +397,7 @@ def separate_flow(
     matrix = np.einsum("th,thri,thrj->tij", value, key, query)
     squares = [value**2, *((part**2).sum(axis=(-2, -1)) for part in (key, query))]
     conserved = np.stack([squares[0] - squares[1], squares[1] - squares[2]], axis=-1)
-    loss = _losses(matrix, eigenvalues, moment)
+    loss = _losses(matrix, eigenvalues, _sampling_spread(spectrum, length, noise))
     return Path(solution.times, matrix, loss, conserved, {"u": value, "K": key, "Q": query})
 
 
@@ -471,6 +465,17 @@ def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
         raise InputError(name, f"of shape {shape}, like `u` and `spectrum`", array.shape, "match their sizes")
 
 
+def _sampling_spread(spectrum: ArrayLike, length: float, noise: float) -> Spectrum:
+    """Return m − λ², the part of `second_moment` that vanishes in endless prompts.
+
+    m_i − λ_i² = (λ_i + Σ_j λ_j + σ²) λ_i / N
+    """
+    eigenvalues = _spectrum(spectrum)
+    examples = float(real("length", length, ndim=0, low=1.0, finite=False))
+    variance = scalar("noise", noise, low=0.0, high=LARGEST) ** 2
+    return (eigenvalues + eigenvalues.sum() + variance) / examples * eigenvalues
+
+
 def _descent(matrix: Matrix, eigenvalues: Spectrum, moment: Spectrum) -> Matrix:
     """Return −∂L/∂G = (Λ − M G) Λ."""
     descent = -moment[:, None] * matrix
@@ -478,7 +483,8 @@ def _descent(matrix: Matrix, eigenvalues: Spectrum, moment: Spectrum) -> Matrix:
     return descent * eigenvalues
 
 
-def _losses(matrix: Float[np.ndarray, "*batch d d"], eigenvalues: Spectrum, moment: Spectrum) -> np.ndarray:
-    quadratic = np.einsum("i,...ij,j->...", moment, matrix**2, eigenvalues)
-    linear = np.einsum("...ii,i->...", matrix, eigenvalues**2)
-    return np.asarray((quadratic - 2 * linear + eigenvalues.sum()) / 2)
+def _losses(matrix: Float[np.ndarray, "*batch d d"], eigenvalues: Spectrum, spread: Spectrum) -> np.ndarray:
+    """Return ½ Σ_ij λ_j [(λ_i G_ij − δ_ij)² + (m_i − λ_i²) G_ij²], a sum of squares, from `_sampling_spread`."""
+    error = eigenvalues[:, None] * matrix - np.eye(len(eigenvalues))
+    squares = error**2 + spread[:, None] * matrix**2
+    return np.asarray(np.einsum("...ij,j->...", squares, eigenvalues) / 2)

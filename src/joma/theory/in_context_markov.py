@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
+from scipy.sparse.csgraph import connected_components
 
 from joma.arguments import (
     InputError,
@@ -38,7 +39,7 @@ MAX_ALPHA = 1e100
 MAX_SYMBOLS = 10**4
 MAX_LAG = 10**4
 MAX_WINDOWS = 2**12
-STATIONARY_ERROR = 1e-8
+_BLOCK = 64  # states that are eliminated together
 
 
 def stationary(transition: ArrayLike) -> Float[np.ndarray, "*batch state"]:
@@ -48,29 +49,70 @@ def stationary(transition: ArrayLike) -> Float[np.ndarray, "*batch state"]:
 
     Args:
         transition: P[i, j], the probability of j after i, [..., state, state]; each chain has one stationary
-            distribution.
+            distribution. What a row lacks of 1 by rounding is taken to be missing on the diagonal.
 
     Returns:
-        π, [..., state].
+        π, [..., state], each probability to full relative accuracy, however rare the state is.
 
     >>> stationary([[0.9, 0.1], [0.3, 0.7]]).round(4)
     array([0.75, 0.25])
     """
-    chain = _square("transition", transition)
-    states = chain.shape[-1]
-    system = np.swapaxes(chain, -1, -2) - np.eye(states)
-    system[..., -1, :] = 1.0
-    right = np.zeros((*chain.shape[:-1], 1))
-    right[..., -1, 0] = 1.0
-    try:
-        solution = np.linalg.solve(system, right)[..., 0]
-    except np.linalg.LinAlgError:
-        solution = np.full(chain.shape[:-1], np.nan)
-    residual = np.abs((solution[..., None, :] @ chain)[..., 0, :] - solution).max()
-    if not residual < STATIONARY_ERROR or solution.min() < -STATIONARY_ERROR:
+    chains = _square("transition", transition)
+    flat = chains.reshape(-1, *chains.shape[-2:])
+    distribution, is_connected = _eliminate(flat)
+    for index in np.flatnonzero(~is_connected):
+        distribution[index] = _on_recurrent_states(flat[index])
+    return distribution.reshape(chains.shape[:-1])
+
+
+def _eliminate(
+    chains: Float[np.ndarray, "chain state state"],
+) -> tuple[Float[np.ndarray, "chain state"], Bool[np.ndarray, " chain"]]:
+    """Return the distributions by elimination of states, and whether all states of a chain lead to its first one.
+
+    Each step leaves a state out and adds the ways through it to those between the others (Grassmann, Taksar & Heyman
+    1985). It only adds, multiplies and divides positive numbers: a state that is hardly ever left, or hardly ever
+    entered, costs no digits. The diagonal is not read. States go in blocks, so that most of the work is in products.
+    """
+    ways, states = chains.copy(), chains.shape[-1]
+    is_connected = np.ones(len(ways), dtype=bool)
+    with np.errstate(under="ignore", over="ignore", divide="ignore", invalid="ignore"):
+        for end in range(states, 1, -_BLOCK):
+            begin = max(1, end - _BLOCK)
+            for state in range(end - 1, begin - 1, -1):
+                leaving = ways[:, state, :state].sum(axis=-1)
+                is_connected &= leaving > 0.0
+                ways[:, :state, state] /= leaving[:, None]
+                through = ways[:, begin:state, state, None] * ways[:, state, None, :state]
+                ways[:, begin:state, :state] += through
+                ways[:, :begin, begin:state] += ways[:, :begin, state, None] * ways[:, state, None, begin:state]
+            ways[:, :begin, :begin] += ways[:, :begin, begin:end] @ ways[:, begin:end, :begin]
+        weights = np.zeros(chains.shape[:-1])
+        weights[:, 0] = 1.0
+        for state in range(1, states):
+            weights[:, state] = (weights[:, :state] * ways[:, :state, state]).sum(axis=-1)
+            weights /= weights.max(axis=-1, keepdims=True)
+        weights /= weights.sum(axis=-1, keepdims=True)
+    return weights, is_connected & np.isfinite(weights).all(axis=-1)
+
+
+def _on_recurrent_states(chain: Float[np.ndarray, "state state"]) -> Float[np.ndarray, " state"]:
+    """Return the distribution of a chain in which not all states lead to the first: zero outside its recurrent ones."""
+    count, label = connected_components(chain > 0.0, connection="strong")
+    source, target = np.nonzero(chain)
+    left = label[source][label[source] != label[target]]
+    recurrent = np.setdiff1d(np.arange(count), left)
+    if len(recurrent) != 1:
         got, remedy = "a chain with several", "make every state reachable from every other"
         raise InputError("transition", "chains with one stationary distribution", got, remedy)
-    return np.maximum(solution, 0.0)
+    members = np.flatnonzero(label == recurrent[0])
+    inner, is_connected = _eliminate(chain[None][:, members[:, None], members])
+    if not is_connected[0]:
+        got, remedy = f"probabilities down to {chain[chain > 0.0].min():.3g}", "leave out what is that improbable"
+        raise InputError("transition", "chains whose paths have probabilities that are floats", got, remedy)
+    distribution = np.zeros(len(chain))
+    distribution[members] = inner[0]
+    return distribution
 
 
 def window_chain(kernel: ArrayLike, parents: Sequence[int] = (1,)) -> Float[np.ndarray, "*batch window window"]:

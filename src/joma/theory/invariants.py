@@ -26,7 +26,6 @@ coordinates of the keys in the place of the queries: z := the key vectors as [he
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -412,11 +411,13 @@ def relative_error(z: ArrayLike, z_hat: ArrayLike, z0: ArrayLike) -> np.ndarray:
 
 
 def _rescaled(*arrays: np.ndarray) -> list[np.ndarray]:
-    """Return arrays divided by one power of two, which is exact, if their squares would overflow or vanish."""
-    largest = max(float(np.abs(array).max()) for array in arrays)
-    if largest == 0 or 1e-100 < largest < 1e100:
+    """Return arrays with each row divided by a power of two, which is exact, where squares would overflow or vanish."""
+    largest = np.max([np.abs(array).max(axis=-1, keepdims=True) for array in arrays], axis=0)
+    usual = (largest == 0) | ((largest > 1e-100) & (largest < 1e100))
+    if usual.all():
         return list(arrays)
-    return [np.ldexp(array, -math.frexp(largest)[1]) for array in arrays]
+    exponent = np.where(usual, 0, np.frexp(largest)[1])
+    return [np.ldexp(array, -exponent) for array in arrays]
 
 
 def _weights(name: str, value: ArrayLike) -> np.ndarray:

@@ -25,6 +25,7 @@ from scipy.optimize import minimize, nnls
 from joma.arguments import InputError, in_range, real, whole_array
 
 MIN_COSINE = 1e-6  # of a difference with the best direction; below it rounding decides whether a margin exists
+MAX_RATIO = 1e12  # of the lengths of differences; beyond it rounding decides whether the longest have a margin
 _ITERATIONS = 30  # of NNLS, for each difference
 _TOLERANCE = 1e-15  # of half the squared norm, at which SLSQP stops
 _MAX_STEPS = 1000  # of SLSQP
@@ -79,29 +80,49 @@ def margin_multipliers(differences: ArrayLike) -> Multipliers:
     array([1., 0., 0.])
     """
     rows = real("differences", differences, ndim=2)
-    return _least_norm(rows)[1]
+    multipliers = _least_norm(rows)[1]
+    in_range("differences", multipliers)  # they are squares of what `max_margin` returns
+    return multipliers
 
 
 def _least_norm(rows: Differences) -> tuple[Float[np.ndarray, " dim"], Multipliers]:
     """Return the shortest p with rows @ p ≥ 1, and its multipliers."""
-    with np.errstate(over="ignore"):
-        # With the shortest row as the unit, ‖p‖ is at most 1/cos of the largest angle, however long the other rows are.
-        unit = float(np.linalg.norm(rows, axis=1).min())
-        scaled = rows / unit if unit > 0.0 else rows
-    in_range("differences", unit, scaled)
-    weights = _nonnegative(np.vstack([scaled.T, np.ones(len(scaled))]), np.append(np.zeros(scaled.shape[1]), 1.0))
+    # Rows of length 1 with unequal margins: squares of very long or very short ones would overflow or vanish.
+    lengths = _lengths(rows)
+    in_range("differences", lengths)
+    unit = float(lengths.min())
+    if unit == 0.0:
+        raise _not_separable(rows)
+    with np.errstate(under="ignore"):
+        directions, margins = rows / lengths[:, None], unit / lengths
+    weights = _nonnegative(np.vstack([directions.T, margins]), np.append(np.zeros(rows.shape[1]), 1.0))
     support = weights > 0.0
-    gap = 1.0 - float(weights.sum())
-    if unit == 0.0 or gap < MIN_COSINE**2:
-        expected = "on one side of a hyperplane, or no direction has a margin"
-        remedy = "select other tokens, or raise their dimension: above the number of differences it always exists"
-        raise InputError("differences", expected, f"{len(rows)} vectors of dimension {rows.shape[1]}", remedy)
+    gap = 1.0 - float(margins @ weights)
+    if gap < MIN_COSINE**2:
+        raise _not_separable(rows)
+    if float(margins.min()) < 1.0 / MAX_RATIO:
+        got = f"lengths from {unit:.3g} to {lengths.max():.3g}"
+        remedy = "rescale the longest: only whether they are positive counts"
+        raise InputError("differences", f"of lengths within a factor of {MAX_RATIO:g}", got, remedy)
     # On the support p solves a linear system, which is more exact than the quotient by a small gap.
-    p = np.linalg.lstsq(scaled[support], np.ones(int(support.sum())), rcond=None)[0]
+    p = np.linalg.lstsq(directions[support], margins[support], rcond=None)[0]
     with np.errstate(over="ignore"):
-        p, multipliers = p / unit, weights / gap / unit / unit
-    in_range("differences", p, multipliers)
+        p, multipliers = p / unit, weights / gap / unit / lengths
+    in_range("differences", p)
     return p, multipliers
+
+
+def _lengths(rows: Differences) -> Float[np.ndarray, " constraint"]:
+    """Return the norm of each row, none of whose squares overflows or vanishes."""
+    largest = np.abs(rows).max(axis=1)
+    with np.errstate(over="ignore", under="ignore"):
+        return largest * np.linalg.norm(rows / np.where(largest > 0.0, largest, 1.0)[:, None], axis=1)
+
+
+def _not_separable(rows: Differences) -> InputError:
+    expected = "on one side of a hyperplane, or no direction has a margin"
+    remedy = "select other tokens, or raise their dimension: above the number of differences it always exists"
+    return InputError("differences", expected, f"{len(rows)} vectors of dimension {rows.shape[1]}", remedy)
 
 
 def _nonnegative(matrix: Float[np.ndarray, "row column"], target: Float[np.ndarray, " row"]) -> np.ndarray:
@@ -156,10 +177,10 @@ def nuclear_max_margin(differences: ArrayLike) -> NuclearMargin:
     """
     matrices = real("differences", differences, ndim=3)
     least = _least_norm(matrices.reshape(len(matrices), -1))[0].reshape(matrices.shape[1:])
-    unit = float(np.linalg.norm(least))
-    with np.errstate(over="ignore"):
+    unit = float(_lengths(least.reshape(1, -1))[0])
+    with np.errstate(over="ignore", under="ignore"):
         scaled = matrices * unit
-    in_range("differences", scaled)
+    in_range("differences", unit, scaled)
     left, right = _orthonormal(np.hstack(list(scaled))), _orthonormal(np.vstack(list(scaled)).T)
     inner = left.T @ scaled @ right
     k, q = _least_factors(inner, left.T @ (least / unit) @ right)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
-from scipy.special import entr, expit, logit
+from scipy.special import entr, expit, logit, xlog1py
 
-from joma.arguments import InputError, broadcast, flag, real, scalar, whole
+from joma.arguments import InputError, broadcast, flag, in_range, real, scalar, whole
 from joma.theory.integration import DEFAULT_SOLVER, Solver, integrate
 
 LARGEST_START = 1e12  # of the reduced model's parameters, far from the range of a double
@@ -64,7 +64,8 @@ def unigram_entropy(p: ArrayLike, q: ArrayLike) -> np.ndarray:
     >>> unigram_entropy([0.5, 0.9], [0.8, 0.9]).round(4)
     array([0.6663, 0.6931])
     """
-    return _binary_entropy(stationary(p, q))
+    p, q = _chain(p, q)
+    return _binary_entropy(np.asarray(np.minimum(p, q) / (p + q)))
 
 
 def entropy_rate(p: ArrayLike, q: ArrayLike) -> np.ndarray:
@@ -82,8 +83,7 @@ def entropy_rate(p: ArrayLike, q: ArrayLike) -> np.ndarray:
     array([0.619 , 0.3251])
     """
     p, q = _chain(p, q)
-    share = p / (p + q)
-    return np.asarray((1 - share) * _binary_entropy(p) + share * _binary_entropy(q))
+    return np.asarray(q / (p + q) * _binary_entropy(p) + p / (p + q) * _binary_entropy(q))
 
 
 def covariance(p: ArrayLike, q: ArrayLike, lag: int = 1) -> np.ndarray:
@@ -102,7 +102,7 @@ def covariance(p: ArrayLike, q: ArrayLike, lag: int = 1) -> np.ndarray:
     (np.float64(-0.071), np.float64(0.0213))
     """
     p, q = _chain(p, q)
-    return np.asarray(p * q / (p + q) ** 2 * (1 - p - q) ** whole("lag", lag, low=0))
+    return np.asarray(p / (p + q) * (q / (p + q)) * _persistence(p, q) ** whole("lag", lag, low=0))
 
 
 def kernel_logits(p: ArrayLike, q: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -123,13 +123,16 @@ def kernel_logits(p: ArrayLike, q: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     (np.float64(-1.3863), np.float64(0.0))
     """
     p, q = _chain(p, q)
-    return np.asarray(-logit(p) - logit(q)), np.asarray(logit(p))
+    slope = np.asarray(-logit(p) - logit(q))
+    with np.errstate(over="ignore", divide="ignore"):
+        near_0 = np.log1p(np.maximum(_persistence(p, q) / p / q, -1.0))  # where the two logits nearly cancel
+    return np.where(np.abs(slope) < 1.0, near_0, slope), np.asarray(logit(p))
 
 
 def affine_loss(p: ArrayLike, q: ArrayLike, slope: ArrayLike, bias: ArrayLike) -> np.ndarray:
     """Return the cross entropy of the prediction whose logit is slope · s + bias, s being the present symbol.
 
-        L = Σ_s π_s [ln(1 + exp(slope s + bias)) − P(1 | s) (slope s + bias)]
+        L = Σ_s π_s [ln(1 + exp(x_s)) − P(1 | s) x_s],    x_s = slope s + bias
 
     It is convex in (slope, bias). Its least value is the entropy rate, at `kernel_logits`, and H(π) among those with
     slope 0.
@@ -147,10 +150,16 @@ def affine_loss(p: ArrayLike, q: ArrayLike, slope: ArrayLike, bias: ArrayLike) -
     p, q = _chain(p, q)
     slope, bias = real("slope", slope), real("bias", bias)
     broadcast(p=p, slope=slope, bias=bias)
-    share = p / (p + q)
-    after_0 = np.logaddexp(0.0, bias) - p * bias
-    after_1 = np.logaddexp(0.0, slope + bias) - (1 - q) * (slope + bias)
-    return np.asarray((1 - share) * after_0 + share * after_1)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        after_1 = slope + bias
+        # P(1 | s) times the loss at a 1 and P(0 | s) times that at a 0: no difference of large numbers
+        losses = [
+            to_1 * np.logaddexp(0.0, -x) + to_0 * np.logaddexp(0.0, x)
+            for to_1, to_0, x in ((p, 1 - p, bias), (1 - q, q, after_1))
+        ]
+        loss = q / (p + q) * losses[0] + p / (p + q) * losses[1]
+    in_range("slope`, `bias", loss)
+    return np.asarray(loss)
 
 
 def unigram_rates(p: ArrayLike, q: ArrayLike, *, tied: bool = True) -> np.ndarray:
@@ -201,7 +210,8 @@ def reduced_flow(
         ė = a r_1,  ȧ = e r_1,  ḃ = r_0 + r_1,    r_s = π_s (P(1 | s) − σ(a e s + b))
 
     Tied weights have a = e and ė = 2 e r_1. If p + q > 1, H(π) is then the least loss of all: the best slope is
-    negative, e² is not, and the loss is convex.
+    negative, e² is not, and the loss is convex. In all other cases the flow ends at the entropy rate, unless it starts
+    at a = −sign(C) e, which it keeps, or at e = a = 0: then at H(π).
 
     Args:
         p, q: the transition probabilities, one of each.
@@ -219,14 +229,14 @@ def reduced_flow(
     (array([0.6869, 0.6663]), np.float64(0.6663))
     """
     p, q = scalar("p", p), scalar("q", q)
-    share = float(stationary(p, q))
-    bias = float(logit(share)) if b0 is None else _start("b0", b0)
+    share, rest = float(stationary(p, q)), float(stationary(q, p))
+    bias = float(np.log(p) - np.log(q)) if b0 is None else _start("b0", b0)
     tied = a0 is None
     start = [_start("e0", e0), _start("e0", e0) if a0 is None else _start("a0", a0), bias]
 
     def rhs(_t: float, state: np.ndarray) -> np.ndarray:
         e, a, b = state
-        after_0, after_1 = (1 - share) * (p - expit(b)), share * (1 - q - expit(a * e + b))
+        after_0, after_1 = rest * (p - expit(b)), share * (1 - q - expit(a * e + b))
         factor = 2.0 if tied else 1.0  # e is both embedding and head
         return np.array([factor * a * after_1, factor * e * after_1, after_0 + after_1])
 
@@ -268,14 +278,14 @@ def unigram_hessian(p: ArrayLike, q: ArrayLike, states: ArrayLike, jacobian: Arr
     if derivative.shape[-4:] != (length, length, dim, dim):
         expected = f"[..., {length}, {length}, {dim}, {dim}], as `states` has {length} positions of {dim} numbers"
         raise InputError("jacobian", expected, f"shape {derivative.shape}", "give ∂z_n/∂x_m for each pair")
-    share, correlation = p / (p + q), np.asarray(1 - p - q)
+    correlation = _persistence(p, q)
     lags = np.arange(length)[:, None] - np.arange(length)
     weights = np.where(lags < 0, 0.0, correlation[..., None, None] ** np.maximum(lags, 0)) / length
     gain = np.einsum("...nm,...nmij->...ij", weights, derivative)
     centred = outputs - outputs.mean(axis=-2, keepdims=True)
     spread = np.swapaxes(centred, -1, -2) @ centred / length
     pull = correlation[..., None, None] * (gain + np.swapaxes(gain, -1, -2))
-    return (share * (1 - share))[..., None, None] * (spread - pull)
+    return covariance(p, q, lag=0)[..., None, None] * (spread - pull)
 
 
 def _chain(p: ArrayLike, q: ArrayLike) -> tuple[Chain, Chain]:
@@ -297,5 +307,13 @@ def _inside(name: str, value: ArrayLike) -> np.ndarray:
     return array
 
 
+def _persistence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Return 1 − p − q with all its digits: where it is small, each step but the last is exact."""
+    low, high = np.minimum(p, q), np.maximum(p, q)
+    return np.asarray(np.where(high < 0.5, (0.5 - high) + (0.5 - low), (1 - high) - low))
+
+
 def _binary_entropy(x: np.ndarray) -> np.ndarray:
-    return np.asarray(entr(x) + entr(1 - x))
+    """Return −x ln x − (1 − x) ln(1 − x), with 0 ln 0 = 0, to full relative accuracy."""
+    rarer = np.minimum(x, 1 - x)  # exact: 1 − x does not round where it is the smaller
+    return np.asarray(entr(rarer) - xlog1py(1 - rarer, -rarer))

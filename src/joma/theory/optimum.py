@@ -25,6 +25,7 @@ from joma.theory.populations import MAX_COUNT, Population, class_probabilities
 
 START_SPREAD = 0.5  # standard deviation of the weights and logits at which searches start
 MAX_ITERATIONS = 3000
+LEAST_EXPONENT = -300.0  # of attention before it is normalised, far from where exp and its products vanish
 TOLERANCE = 1e-10  # of the gradient's largest component, at which a search stops
 
 Contexts = Float[np.ndarray, "context token"]
@@ -291,8 +292,12 @@ def _logits(name: str, z: ArrayLike, tokens: int, v: Weights) -> Logits:
 
 
 def _attend(x: Contexts, z: Logits) -> Contexts:
-    # The exponent is bounded, or a context whose tokens all lie far below the largest logit would be divided by zero.
-    unnormalised = x * np.exp(np.maximum(z - z.max(), -700.0))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        exponent = z - z.max()
+        if exponent.min() < LEAST_EXPONENT:  # a context may have no token near the largest logit: take its own largest
+            present = np.where(x > 0.0, z, -np.inf)
+            exponent = np.where(x > 0.0, present - present.max(axis=1, keepdims=True), -np.inf)
+        unnormalised = x * np.exp(exponent)
     return unnormalised / unnormalised.sum(axis=1, keepdims=True)
 
 
@@ -315,7 +320,8 @@ def _loss_gradient(
     largest = h.max(axis=1, keepdims=True)
     exponential = np.exp(h - largest)
     partition = exponential.sum(axis=1, keepdims=True)
-    loss = float(weight @ (largest + np.log(partition))[:, 0] - (joint * h).sum())
+    # Differences of logits are taken before averages, or large ones would cancel; those of halves do not overflow.
+    loss = float((2 * joint * (largest / 2 - h / 2)).sum() + weight @ np.log(partition[:, 0]))
     slope = (weight[:, None] / partition) * exponential - joint
     if phi is not None:
         slope = slope * phi.slope(preactivation)

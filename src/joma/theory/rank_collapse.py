@@ -78,6 +78,8 @@ def split(x: ArrayLike) -> Tokens:
 
         x_i = m + r_i,    m = (1/n) Σ x_i
 
+    Residuals are accurate relative to their norm, also where the mean is far larger.
+
     Args:
         x: tokens, [*batch, token, dim]; at least two of them.
 
@@ -90,11 +92,15 @@ def split(x: ArrayLike) -> Tokens:
     if tokens.shape[-2] < 2:
         raise InputError("x", "at least 2 tokens", tokens.shape[-2], "give the tokens on the last axis but one")
     largest = np.abs(tokens).max(axis=(-2, -1), keepdims=True)
-    scale = np.where(largest > 0, largest, 1.0)  # so that no square overflows
-    mean = (tokens / scale).mean(axis=-2, keepdims=True)
-    centred = _scaled(tokens / scale - mean, np.zeros(tokens.shape[:-2]))
-    log_norm = np.asarray(centred.log_norm + np.log(scale[..., 0, 0]))
-    return Tokens((mean * scale)[..., 0, :], centred.direction, log_norm)
+    exponent = np.frexp(largest)[1] + 1  # so that no difference and no square overflows; powers of two do not round
+    scaled = np.ldexp(tokens, -exponent)
+    # Differences of close tokens are exact, those with their rounded mean are not.
+    first = scaled[..., :1, :]
+    differences = scaled - first
+    mean = first + differences.mean(axis=-2, keepdims=True)
+    centred = _scaled(_centred(_centred(differences)), np.zeros(tokens.shape[:-2]))
+    log_norm = np.asarray(centred.log_norm + exponent[..., 0, 0] * np.log(2.0))
+    return Tokens(np.ldexp(mean, exponent)[..., 0, :], centred.direction, log_norm)
 
 
 def attend(tokens: Tokens, w: ArrayLike, v: ArrayLike) -> Tokens:

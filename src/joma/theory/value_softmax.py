@@ -126,13 +126,18 @@ def orbit_at_margins(
 
 
 class _Flow:
-    """The flow of scores and logits in the clock τ, with ln(1 + t) of the logistic loss and the clock as states."""
+    """The flow of scores and logits in the clock τ, with the time of the logistic loss and the clock as states.
+
+    Time is carried as ω = (1 + t)/(1 + e^m), which is of order 1 however large the margin is:
+
+        dt/dτ = 1 + e^m,    dω/dτ = 1 − ω σ(m) dm/dτ
+    """
 
     def __init__(self, scores: Token, logits: Token, square: float) -> None:
         self.square = square  # ‖c‖²
         self.shapes = [scores.shape, logits.shape, (1,), (1,)]
-        self.start = pack(scores, logits, np.zeros(1), np.zeros(1))
         self.margin = float(softmax(logits) @ scores)
+        self.start = pack(scores, logits, np.array([expit(-self.margin)]), np.zeros(1))
 
     @classmethod
     def of(cls, scores: ArrayLike, logits: ArrayLike, norm: float, solver: Solver) -> _Flow:
@@ -143,20 +148,23 @@ class _Flow:
 
     def orbit(self, states: np.ndarray) -> Orbit:
         """Return flat states [time, state] as an orbit."""
-        s, a, log_time, clock = unpack(states, self.shapes)
-        return Orbit(clock[:, 0], s, a, log_time[:, 0])
+        s, a, share, clock = unpack(states, self.shapes)
+        margin = (softmax(a, axis=-1) * s).sum(axis=-1)
+        with np.errstate(divide="ignore"):
+            log_time = np.logaddexp(0.0, margin) + np.log(share[:, 0])
+        return Orbit(clock[:, 0], s, a, np.where(clock[:, 0] > 0, np.maximum(log_time, 0.0), 0.0))
 
     def velocity(self, state: np.ndarray) -> tuple[np.ndarray, float]:
         """Return the derivatives of a flat state and of the margin with respect to τ."""
-        s, a, log_time, _clock = unpack(state, self.shapes)
+        s, a, share, _clock = unpack(state, self.shapes)
         sigma = softmax(a)
         winner = a.argmax()
         relative = s - s[winner]
         mean = sigma @ relative
         centred = relative - mean  # s − m; of the winner it is Σ σ_j (s_w − s_j), without cancellation
         margin_rate = float((sigma**2 * (self.square + centred**2)).sum())
-        log_time_rate = np.exp(np.logaddexp(0.0, s[winner] + mean) - log_time)
-        return pack(self.square * sigma, sigma * centred, log_time_rate, np.ones(1)), margin_rate
+        share_rate = 1.0 - share * expit(s[winner] + mean) * margin_rate
+        return pack(self.square * sigma, sigma * centred, share_rate, np.ones(1)), margin_rate
 
 
 def _start(scores: ArrayLike, logits: ArrayLike) -> tuple[Token, Token]:

@@ -23,7 +23,7 @@ LONG = 32  # times the length of training
 CHUNK = 2**20  # random numbers that a sample of prompts draws at once
 # Starts are as small as 1e-5, and the absolute tolerance is far below them.
 PRECISE = Solver("LSODA", rtol=1e-11, atol=1e-15, max_evaluations=10**6)
-RANDOM = Solver("LSODA", rtol=1e-8, atol=1e-12, max_evaluations=10**6)
+FLOW_ERROR = 1000 * PRECISE.rtol  # judged of what is exact along a flow: a thousand steps may each err by the tolerance
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _separate(config: FlowConfig, generator: np.random.Generator) -> xr.Dataset:
     paths = []
     for heads, rank in shapes.values():
         u, K, Q = (scale * generator.normal(size=shape) for shape in (heads, *2 * [(heads, rank, size)]))
-        paths.append(in_context.separate_flow(u, K, Q, config.spectrum, config.length, times=times, solver=RANDOM))
+        paths.append(in_context.separate_flow(u, K, Q, config.spectrum, config.length, times=times, solver=PRECISE))
     stored = _stored(config, len(times))
     losses = np.stack([path.loss for path in paths])
     shares = np.stack([path.matrix.diagonal(axis1=1, axis2=2) for path in paths]) / gamma(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
+from joma.studies.related.icl_regression_flows import FLOW_ERROR
 from joma.study import Claim, NotInRun, above, at_least, at_most, below, near, select
 
 # A plateau is seen if the loss comes this near to it, and is this flat in ln t there, as shares of the smallest step
@@ -194,17 +195,19 @@ FLOW_CLAIMS = (
         "half-times",
         "A head that is aligned with a direction learns it by the closed form.",
         half_time_error,
-        at_most(1e-6),
+        at_most(FLOW_ERROR),
         kind="theorem",
-        quantity="largest relative error of the integrated flow's half time",
+        quantity="largest relative error of the integrated flow's half time; the bound is 1,000 times the integrator's "
+        "relative tolerance",
     ),
     Claim(
         "conserved",
         "The flows conserve u² − ‖U‖², or u² − ‖K‖² and ‖K‖² − ‖Q‖², in every head.",
         lambda run: np.maximum(run.merged_drift.max("merged_heads"), run.separate_drift.max("form")),
-        at_most(1e-6),
+        at_most(FLOW_ERROR),
         kind="check",
-        quantity="largest change along the integrated flows",
+        quantity="largest change along the integrated flows; the bound is 1,000 times the integrator's relative "
+        "tolerance",
     ),
     Claim(
         "shift",
