@@ -359,7 +359,7 @@ def test_no_reader_takes_a_shard_for_a_run(tmp_path):
     path = train_shard(STUDY, (0, 1), of=COUNT, out=tmp_path)
     run = path.parents[1]
     for folder in (tmp_path, tmp_path / "points", run, run / "shards", path):
-        assert [found for depth in range(5) for found in find_runs(folder, depth)] == []
+        assert [each for depth in range(5) for each in find_runs(folder, depth)] == []
     with pytest.raises(StorageError, match="holds some seeds of a run"):
         judge(STUDY, path)
     execute(toy_study.STUDY, out=tmp_path)

@@ -87,9 +87,9 @@ def train(config: UnitsConfig, context: Context) -> xr.Dataset:
         return (h.logsumexp(dim=-1) - h.diagonal(dim1=-2, dim2=-1)).mean(dim=-1)
 
     def measure(model: Block, _step: int) -> dict[str, Tensor]:
-        everything, b = torch.ones_like(x[:, :1]), model.attend(x)
+        all_tokens, b = torch.ones_like(x[:, :1]), model.attend(x)
         return {
-            "entropy": shannon_entropy(_normalised(model.attend(everything)[:, 0])),
+            "entropy": shannon_entropy(_normalised(model.attend(all_tokens)[:, 0])),
             "entropy_contexts": shannon_entropy(_normalised(b)).mean(-1),
         }
 
