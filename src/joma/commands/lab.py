@@ -35,8 +35,8 @@ class LabCommand:
     They are served on this machine alone, and only to a browser that has the token of the printed address.
     """
 
-    page: Positional[Annotated[str | None, arg(metavar="PAGE", help_behavior_hint="")]] = None
-    """Page to open, such as sparse-then-dense; the list of all pages if not given."""
+    page: Positional[Annotated[str | None, arg(metavar="[PAGE]", help_behavior_hint="")]] = None
+    """Page to open, such as sparse-then-dense; a list of all pages if not given."""
     no_browser: bool = False
     """Print the address without opening a browser."""
     port: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None

@@ -23,45 +23,47 @@ LAST_ROWS = 4
 
 @dataclass(frozen=True)
 class SweepCommand:
-    """Run a study at many points of its config: the product of lists of values, or random points.
+    """Run a study at many points of its config: all combinations of lists of values, or random points.
 
-    The same command resumes a sweep: finished units are not run again, and failed ones only with --retry-failed. Exit
-    code 1 means that a tested claim does not hold at some point, 2 that a unit failed; the others are kept.
+    The same command resumes a sweep: finished runs are not repeated, and failed ones only with --retry-failed. Exit
+    code 1 means that a tested claim does not hold at some point, 2 that a run failed; the other runs are kept.
     """
 
     study: Positional[Annotated[str, arg(metavar="STUDY")]]
     """Name as in `joma list`."""
     grid: UseAppendAction[Annotated[tuple[str, ...], arg(metavar="KEY=A,B,C")]] = ()
-    """Values of one field of the study's config; repeated for more fields. Separate lists by semicolons. For random
-    points also KEY=LOW:HIGH or KEY=LOW:HIGH:log."""
+    """Values of one field of the study's config; repeat the option for more fields. Separate values that are lists by
+    semicolons. With --random also a range, KEY=LOW:HIGH, or KEY=LOW:HIGH:log for one that is even in the logarithm."""
     set: UseAppendAction[Annotated[tuple[str, ...], arg(metavar="KEY=VALUE")]] = ()
     """Change one field of the config for all points, e.g. steps=500; may be repeated."""
     random: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """Draw N random points instead of the product. More points keep the first ones."""
+    """Draw N random points instead of all combinations. A larger N adds points to those of a smaller one."""
     seed: int = 0
     """Seed of the random points."""
     preset: str = "quick"
-    """quick or paper."""
+    """quick (seconds to a minute a run on 2 cores) or paper (the sizes of the papers)."""
     seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Run seeds 0 to N-1 at every point; the preset's number of seeds if not given."""
     engine: Literal["local", "ray"] = "local"
-    """Where units run: in processes of this machine, or on a Ray cluster."""
+    """Where the runs are made: in processes of this machine, or on a Ray cluster."""
     address: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None
     """Address of the Ray cluster, e.g. auto; a local one is started if not given."""
     shared: bool = False
-    """All machines of the Ray cluster see OUT under the same path, and write there; else results are sent back."""
+    """Say that all machines of the Ray cluster see OUT under the same path and can write there; otherwise results are
+    sent back over the network."""
     jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """Units that run at once on this machine; as many as cores and memory allow if not given."""
+    """Runs to make in parallel on this machine; as many as cores and memory allow if not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train models on; auto is cuda if available."""
     gpus_per_run: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="")] = None
-    """GPUs of each unit, also parts of one; 1 on cuda if not given."""
+    """GPUs for each run; 0.5 puts two runs on one GPU. 1 on cuda if not given."""
     claim: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Claim whose value the figure shows over the grid; the first tested one with a number if not given."""
+    """Claim whose measured value the figure shows over the points; if not given, one whose verdict changes, or else the
+    first that is tested."""
     retry_failed: bool = False
-    """Run units again that failed before."""
+    """Try the points again whose run failed before."""
     out: Path = Path("runs")
-    """Folder for the results: OUT/sweeps."""
+    """Folder for the results, which go into OUT/sweeps."""
     json: bool = False
     """Print one JSON document instead of tables."""
 
