@@ -27,9 +27,9 @@ from joma.commands.printing import (
     CLAIM_FAILED,
     DONE,
     INTERNAL,
-    complain,
-    emit,
     exit_code,
+    print_error,
+    print_json,
     show_claims,
     write_line,
 )
@@ -53,7 +53,7 @@ class ListCommand:
 
         studies = [load(name) for name in self.studies or STUDIES]
         if self.json:
-            emit([_listing(study) for study in studies])
+            print_json([_listing(study) for study in studies])
             return DONE
         from joma.report.table import grid, show
 
@@ -98,7 +98,7 @@ class JudgeCommand:
                 study = load(read_config(path)["study"])
                 outcomes.append(judge(study, path))
             except (StorageError, InputError) as problem:  # the others are judged nevertheless
-                complain(f"{path} was not judged: {problem}")
+                print_error(f"{path} was not judged: {problem}")
                 continue
             if not self.json:
                 show_claims(study, outcomes[-1], "judged again")
@@ -118,7 +118,7 @@ class VerifyCommand:
 
         results = verify(Bars())
         if self.json:
-            emit([dataclasses.asdict(result) for result in results])
+            print_json([dataclasses.asdict(result) for result in results])
         else:
             from joma.report.table import MARKS, grid, show
 
@@ -182,7 +182,7 @@ class ProbeCommand:
         page = save(result.data, result.audit.faults, result_folder)
         if self.json:
             faults = [dataclasses.asdict(fault) for fault in result.audit.faults]
-            emit({**summary(result.data), "faults": faults, "out": result_folder, "page": page})
+            print_json({**summary(result.data), "faults": faults, "out": result_folder, "page": page})
         else:
             for table in tables(result.data, result.audit.faults):  # faults before any figure
                 show(table)
@@ -242,10 +242,10 @@ class ReportCommand:
 
         report = write_report(self.dir, order=list(STUDIES))
         for problem in report.left_out:
-            complain(f"left out: {problem}")
+            print_error(f"left out: {problem}")
         if self.json:
             content = {"report": report.path, "runs": report.runs, "probes": report.probes, "sweeps": report.sweeps}
-            emit({**content, "left_out": report.left_out})
+            print_json({**content, "left_out": report.left_out})
         else:
             write_line(report.path)
         return BAD_INPUT if report.left_out else DONE
@@ -305,7 +305,7 @@ def _run_command(args: list[str]) -> int:
     command = parse(Command, args, prog="joma", description=description, config=config)
     _check_text(command)
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
+        warnings.showwarning = lambda message, *_, **__: print_error(f"warning: {message}")
         return command()
 
 
@@ -326,17 +326,17 @@ def _report_failure(problem: Exception) -> int:
     from joma.files import StorageError
 
     if isinstance(problem, (InputError, StorageError, OutputError)):
-        complain(problem)
+        print_error(problem)
         return BAD_INPUT
     if isinstance(problem, OSError) and problem.errno and problem.filename is not None:
-        complain(f"cannot use {problem.filename}: {os.strerror(problem.errno)}; check the path and its permissions.")
+        print_error(f"cannot use {problem.filename}: {os.strerror(problem.errno)}; check the path and its permissions.")
         return BAD_INPUT
     if memory.is_exhausted(problem):
         size = memory.requested_size(problem)
-        complain(f"the memory of this machine does not suffice for {size}; use smaller sizes.")
+        print_error(f"the memory of this machine does not suffice for {size}; use smaller sizes.")
         return BAD_INPUT
     if interrupt.was_interrupted():
         return interrupt.end_interrupted()
     traceback.print_exception(problem)
-    complain(f"internal error ({type(problem).__name__}): please report it with the lines above.")
+    print_error(f"internal error ({type(problem).__name__}): please report it with the lines above.")
     return INTERNAL

@@ -11,10 +11,10 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from joma.commands.engines import open_engine
 from joma.commands.parsing import available_device
-from joma.commands.printing import BAD_INPUT, CLAIM_FAILED, DONE, complain, emit, write_line
+from joma.commands.printing import BAD_INPUT, CLAIM_FAILED, DONE, print_error, print_json, write_line
 
 if TYPE_CHECKING:
-    from joma.sweep_execution import Conduct
+    from joma.sweep_execution import SweepRun
     from joma.sweeps import Sweep, SweepUnit
 
 MAX_ROWS = 24  # of the table of units on the terminal; of more, the first and the last are shown
@@ -72,9 +72,9 @@ class SweepCommand:
         from joma.progress import Bars
         from joma.sweep_execution import draw_claim
 
-        conduct = self._conduct()
-        sweep = conduct.sweep
-        if conduct.left:
+        sweep_run = self._sweep_run()
+        sweep = sweep_run.sweep
+        if sweep_run.left:
             check_writable(sweep.path)
             bars = Bars()
             options: dict[str, Any] = {"jobs": self.jobs, "address": self.address, "progress": bars}
@@ -84,23 +84,23 @@ class SweepCommand:
                 bars.task("units", total=len(sweep.units)) as task,
             ):
                 if not self.json:
-                    _show_plan(conduct, getattr(engine, "jobs", None))
-                task.skip(len(sweep.units) - len(conduct.left))
-                sweep = conduct.run(engine, ended=lambda _: task.advance())
+                    _show_plan(sweep_run, getattr(engine, "jobs", None))
+                task.skip(len(sweep.units) - len(sweep_run.left))
+                sweep = sweep_run.run(engine, ended=lambda _: task.advance())
         picture = draw_claim(sweep, self.claim)
         if self.json:
-            emit(_document(sweep, picture))
+            print_json(_document(sweep, picture))
         else:
-            _show_results(sweep, picture, new=len(conduct.left))
+            _show_results(sweep, picture, new=len(sweep_run.left))
         for line in _failure_lines(sweep, retry=not self.retry_failed):
-            complain(line)
+            print_error(line)
         return _exit_code(sweep)
 
-    def _conduct(self) -> Conduct:
+    def _sweep_run(self) -> SweepRun:
         """Return the sweep that the arguments describe, and how to run it."""
         from joma.commands.grids import parse_plan
         from joma.studies import load
-        from joma.sweep_execution import Conduct, plan_sweep
+        from joma.sweep_execution import SweepRun, plan_sweep
 
         study = load(self.study)
         options: dict[str, Any] = {"changes": self.set, "random": self.random, "seed": self.seed}
@@ -111,7 +111,7 @@ class SweepCommand:
 
             choice("--claim", self.claim, {claim.name: claim for claim in study.claims})
         device, gpus = self._device()
-        return Conduct(sweep, study, device, gpus, self.retry_failed)
+        return SweepRun(sweep, study, device, gpus, self.retry_failed)
 
     def _device(self) -> tuple[str, float]:
         """Return the device of each unit, and how many GPUs it needs; those of a cluster are not looked for here."""
@@ -127,11 +127,11 @@ class SweepCommand:
         return device, (1.0 if self.gpus_per_run is None else self.gpus_per_run) if device == "cuda" else 0.0
 
 
-def _show_plan(conduct: Conduct, jobs: int | None) -> None:
+def _show_plan(sweep_run: SweepRun, jobs: int | None) -> None:
     """Print the table of units before they run, with an estimate of what they cost."""
     from joma.report.table import duration, grid, show
 
-    sweep, cost, left = conduct.sweep, conduct.cost, {unit.run for unit in conduct.left}
+    sweep, cost, left = sweep_run.sweep, sweep_run.cost, {unit.run for unit in sweep_run.left}
 
     def row(number: int, unit: SweepUnit) -> tuple[str, ...]:
         state = "to run" if unit.run in left else sweep.state(unit)
