@@ -58,11 +58,11 @@ def seconds_to_probe(folder: Path, engine: Engine) -> float:
 def times_by_workers() -> dict[int, float]:
     """Return the shortest time of probing the series for one and for two workers, which take turns."""
     shortest = {1: float("inf"), 2: float("inf")}
-    with tempfile.TemporaryDirectory() as temporary, LocalEngine(1) as one, LocalEngine(2) as two:
+    with tempfile.TemporaryDirectory() as temporary, LocalEngine(1) as single, LocalEngine(2) as double:
         large, tiny = Path(temporary) / "large", Path(temporary) / "tiny"
         write_series(large)
         write_series(tiny, count=6, width=16, layers=1)
-        engines = {1: one, 2: two}
+        engines = {1: single, 2: double}
         for engine in engines.values():
             seconds_to_probe(tiny, engine)
         for _ in range(REPEATS):

@@ -40,7 +40,7 @@ def ideal_run(**changes: dict[str, float]) -> xr.Dataset:
     ends |= dict.fromkeys(SINGLE_LAYER, 0.9)
     ends |= {"none causal": 0.9999, "attention 0": 0.999} | changes.get("accuracy", {})
     gain = dict.fromkeys(names, 0.5) | {"none full": 0.01} | changes.get("gain", {})
-    own = {name: 1.0 if name == "none causal" else 0.4 for name in names} | changes.get("own", {})
+    share = {name: 1.0 if name == "none causal" else 0.4 for name in names} | changes.get("own", {})
     shape, rise = (len(names), 5, len(steps)), np.minimum(steps / 1250, 1.0)
     decodability = np.full((*shape, 7), 0.3)
     decodability[..., 4] += _by_arm(gain, names, 3)
@@ -49,7 +49,7 @@ def ideal_run(**changes: dict[str, float]) -> xr.Dataset:
         "decodability": (("arm", "seed", "step", "level"), decodability),
         "own": (
             ("arm", "seed", "step", "kind", "level", "higher"),
-            np.ones((*shape, 2, 7, 7)) * _by_arm(own, names, 6),
+            np.ones((*shape, 2, 7, 7)) * _by_arm(share, names, 6),
         ),
         "similarity": (("location", "other"), np.zeros((11, 11))),
     }

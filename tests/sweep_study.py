@@ -21,7 +21,7 @@ from joma.engine import Engine, Output, Result, Unit
 from joma.engine.performing import perform
 from joma.progress import Progress
 from joma.studies import catalogue
-from joma.sweep_execution import Conduct, plan_sweep
+from joma.sweep_execution import SweepRun, plan_sweep
 from joma.sweeps import Draws, Grid, Sweep, open_sweep
 from joma.units import run_study
 
@@ -61,7 +61,7 @@ def plan(out: Path, points: Grid | Draws, *, seeds: int = 2, **changes: Any) -> 
 
 def sweep(out: Path, points: Grid | Draws, **options: Any) -> Sweep:
     """Run a sweep of the toy study in this process."""
-    return Conduct(plan(out, points, **options), STUDY).run(InlineEngine())
+    return SweepRun(plan(out, points, **options), STUDY).run(InlineEngine())
 
 
 def run_toy(out: Path, progress: Progress, *, counts: str, seconds: float, **arguments: Any) -> Output:
@@ -73,7 +73,7 @@ def run_toy(out: Path, progress: Progress, *, counts: str, seconds: float, **arg
 
 
 @dataclasses.dataclass(frozen=True)
-class ToyConduct(Conduct):
+class ToyConduct(SweepRun):
     """A sweep of the toy study in other processes, which counts how often each unit is executed."""
 
     counts: str = ""
@@ -97,9 +97,9 @@ from pathlib import Path
 from joma.engine import LocalEngine, RayEngine
 from sweep_study import GRID, STUDY, ToyConduct, plan
 address, out, counts = sys.argv[1:]
-conduct = ToyConduct(plan(Path(out), GRID), STUDY, counts=counts, seconds=0.1)
+sweep_run = ToyConduct(plan(Path(out), GRID), STUDY, counts=counts, seconds=0.1)
 with LocalEngine(2) if address == "local" else RayEngine(address) as engine:
-    conduct.run(engine, ended=lambda result: print(result.unit.name, result.failure, flush=True))
+    sweep_run.run(engine, ended=lambda result: print(result.unit.name, result.failure, flush=True))
 """
 
 

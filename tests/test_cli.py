@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -151,6 +152,16 @@ def test_list(capsys):
     assert joma("list", "toy", capsys=capsys) == (0, out, "")
     code, out, _ = joma("list", "--json", capsys=capsys)
     assert json.loads(out)[0]["presets"]["paper"]["config"]["points"] == 50
+
+
+@pytest.mark.parametrize("command", ["list", "run", "judge", "report", "lab"])
+def test_help_shows_what_may_be_left_out_in_brackets(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    usage, _, _ = out.partition("\n\n")
+    assert re.search(r"\[(STUDY \.\.\.|DIR|PAGE)\]", usage)
+    assert "(default: )" not in out
 
 
 def test_list_of_a_study_that_does_not_exist_is_exit_2(capsys):

@@ -256,11 +256,11 @@ def said_of_invariance():
     yield f"off by {stored.range('informative-early')} times the change of z at step 400"
     yield f"and by {stored.range('informative', 0)} times at step 2,000 (ten seeds)"
     yield f"lower by {stored.mean('first-term', 3)} on average"
-    own = [stored.measured[f"correlation{kind}"]["mean"] for kind in ("", "-random")]
+    correlations = [stored.measured[f"correlation{kind}"]["mean"] for kind in ("", "-random")]
     gain = [stored.measured[f"own-seed{kind}"]["mean"] for kind in ("", "-random")]
-    yield f"correlates by {own[0] - gain[0]:.3f} with the z of another, by {own[0]:.3f} with its own"
+    yield f"correlates by {correlations[0] - gain[0]:.3f} with the z of another, by {correlations[0]:.3f} with its own"
     yield f"(95 % interval of the difference {stored.interval('own-seed', 3)})"
-    yield f"With random tokens it is {own[1] - gain[1]:.2f} and {own[1]:.2f}"
+    yield f"With random tokens it is {correlations[1] - gain[1]:.2f} and {correlations[1]:.2f}"
     yield f"the least of ten seeds has {stored.measured['correlation-random']['min']:.2f}"
     exp = run.error.sel(attention="exp", activation="linear", correction="none", kind="gaussian")
     long = run.long_error.sel(kind="gaussian")
@@ -271,8 +271,8 @@ def said_of_invariance():
     later = exceeds_for_good(long.rename(long_step="step"), 0.01 * run.long_step.values) - ends
     yield f"exceeds 1 % from time {span(ends, 0)} at rate 0.1"
     yield f"and {span(later, 0)} later at rate 0.01 (ten seeds)"
-    kept = invariance.worst(run.small.isel(step=-1).sel(unit="linear"))
-    assert float(kept.mean()) == pytest.approx(5e-4, rel=0.1)
+    errors = invariance.worst(run.small.isel(step=-1).sel(unit="linear"))
+    assert float(errors.mean()) == pytest.approx(5e-4, rel=0.1)
     yield f"keep the law (error 5e-4), and 20,000 do not ({stored.mean('exp-long', 1)}, the mean of ten seeds)"
     yield f"the law is off by {stored.mean('residual')} of what has changed after 2,000 steps at rate 0.1"
     yield f"and by {stored.mean('residual-small-rate')} after 2,000 steps at rate 0.01 (mean of ten seeds"

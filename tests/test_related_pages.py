@@ -172,8 +172,12 @@ def panorama():
 def without_one_family(values, labels):
     """Return the p-values of `label_p_value` with each family left out in turn."""
     families = {name: SOURCES[name].family or name for name in values}
-    kept = [[name for name in values if families[name] != family] for family in sorted(set(families.values()))]
-    parts = [({name: values[name] for name in names}, {name: labels[name] for name in names}) for names in kept]
+    other_families = [
+        [name for name in values if families[name] != family] for family in sorted(set(families.values()))
+    ]
+    parts = [
+        ({name: values[name] for name in names}, {name: labels[name] for name in names}) for names in other_families
+    ]
     return np.array([panorama_measures.label_p_value(*panorama_measures.by_family(*part)) for part in parts])
 
 

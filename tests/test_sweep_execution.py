@@ -5,7 +5,7 @@ import pytest
 from joma.engine import Failure, Result
 from joma.files import FolderLocked, lock
 from joma.runs import open_run
-from joma.sweep_execution import Conduct, draw_claim
+from joma.sweep_execution import SweepRun, draw_claim
 from joma.sweeps import Grid, open_sweep, read_sweep
 from offered_studies import offer
 from sweep_study import STUDY, InlineEngine, plan, sweep
@@ -20,7 +20,7 @@ def toy(monkeypatch):
 
 def run(planned, **options):
     engine = InlineEngine()
-    return Conduct(planned, STUDY, **options).run(engine), engine.performed
+    return SweepRun(planned, STUDY, **options).run(engine), engine.performed
 
 
 def test_failed_units_are_kept_and_run_again_only_if_asked(tmp_path):
@@ -46,7 +46,7 @@ def test_lost_and_interrupted_units_are_always_run_again(tmp_path, kind):
             yield from super().results()
 
     planned = plan(tmp_path, Grid({"slope": [1.0, 2.0, 3.0]}))
-    result = Conduct(planned, STUDY).run(Losing())
+    result = SweepRun(planned, STUDY).run(Losing())
     assert [result.state(unit) for unit in result.units] == ["failed" if kind == "lost" else "missing"] * 2 + [
         "finished"
     ]
@@ -75,21 +75,21 @@ def test_an_interrupted_sweep_keeps_what_is_finished(tmp_path):
 
     planned = plan(tmp_path, Grid({"slope": [1.0, 2.0, 3.0]}))
     with pytest.raises(KeyboardInterrupt):
-        Conduct(planned, STUDY).run(Interrupted())
+        SweepRun(planned, STUDY).run(Interrupted())
     _, performed = run(plan(tmp_path, planned.plan))
     assert performed == ["slope=2.0", "slope=3.0"]
 
 
 def test_the_cost_rests_on_the_preset_then_on_finished_units(tmp_path):
-    conduct = Conduct(plan(tmp_path, Grid({"slope": [1.0, 2.0, 3.0]}), seeds=6), STUDY)
-    assert set(conduct.cost.seconds.values()) == {2.0}  # one second for three seeds
-    assert conduct.cost.total(jobs=2) == 3.0
-    assert "preset" in conduct.cost.basis
+    sweep_run = SweepRun(plan(tmp_path, Grid({"slope": [1.0, 2.0, 3.0]}), seeds=6), STUDY)
+    assert set(sweep_run.cost.seconds.values()) == {2.0}  # one second for three seeds
+    assert sweep_run.cost.total(jobs=2) == 3.0
+    assert "preset" in sweep_run.cost.basis
     stored = sweep(tmp_path, Grid({"slope": [1.0]}), seeds=6)
-    conduct = Conduct(plan(tmp_path, Grid({"slope": [1.0, 2.0, 3.0]}), seeds=6), STUDY)
+    sweep_run = SweepRun(plan(tmp_path, Grid({"slope": [1.0, 2.0, 3.0]}), seeds=6), STUDY)
     (claims,) = stored.finished.values()
-    assert list(conduct.cost.seconds.values()) == [claims.wall_time] * 2
-    assert conduct.cost.basis == "the 1 finished unit"
+    assert list(sweep_run.cost.seconds.values()) == [claims.wall_time] * 2
+    assert sweep_run.cost.basis == "the 1 finished unit"
 
 
 def test_the_figure_is_drawn_once_for_a_claim(tmp_path):

@@ -74,8 +74,8 @@ def test_ctrl_c_stops_a_sweep_that_can_be_resumed(tmp_path):
 
 
 def test_a_local_sweep_has_the_numbers_of_one_in_this_process(tmp_path, counts, undisturbed):
-    conduct = ToyConduct(plan(tmp_path, GRID), STUDY, counts=str(counts))
+    sweep_run = ToyConduct(plan(tmp_path, GRID), STUDY, counts=str(counts))
     with LocalEngine(2) as engine:
-        result = conduct.run(engine)
+        result = sweep_run.run(engine)
     assert_equal(result.path, undisturbed)
     assert set(executions(counts).values()) == {1}

@@ -45,9 +45,9 @@ def test_a_node_that_leaves_in_the_midst(cluster, tmp_path, counts, undisturbed,
         if len(ended) == 6:
             cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
 
-    conduct = ToyConduct(plan(tmp_path / "out", GRID), STUDY, counts=str(counts), seconds=0.1)
+    sweep_run = ToyConduct(plan(tmp_path / "out", GRID), STUDY, counts=str(counts), seconds=0.1)
     with RayEngine(cluster.address, warn=lambda _: None) as engine:
-        result = conduct.run(engine, ended=remove_node)
+        result = sweep_run.run(engine, ended=remove_node)
     add_worker(cluster)
     assert sorted(ended) == sorted(unit.label for unit in result.units)
     assert_equal(result.path, undisturbed)

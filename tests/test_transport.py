@@ -82,8 +82,8 @@ def test_a_damaged_run_is_not_sent(tmp_path):
 
 def test_what_is_there_already_is_kept(run, tmp_path):
     place = tmp_path / "toy" / run.name
-    here = execute(toy_study.STUDY, out=tmp_path).path
-    assert here == place
+    source = execute(toy_study.STUDY, out=tmp_path).path
+    assert source == place
     before = contents(place)
     assert not unpack(pack(run), place)
     assert contents(place) == before

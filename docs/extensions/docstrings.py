@@ -23,7 +23,7 @@ INDENT = re.compile(r" *")
 BEFORE_NAPOLEON = 400
 
 
-def process(_app: Sphinx, what: str, name: str, _value: Any, _options: Any, lines: list[str]) -> None:
+def rewrite(_app: Sphinx, what: str, name: str, _value: Any, _options: Any, lines: list[str]) -> None:
     """Rewrite a docstring in place."""
     lines[:] = [*rewritten(lines, f"{name}." if what == "module" else name)]
     if what in ("attribute", "data", "property"):  # what stands before a colon would be a type to Napoleon
@@ -123,7 +123,7 @@ def skip(_app: Sphinx, _what: str, name: str, value: Any, _skip: bool, _options:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect to autodoc, before Napoleon."""
     app.setup_extension("sphinx.ext.autodoc")
-    app.connect("autodoc-process-docstring", process, priority=BEFORE_NAPOLEON)
+    app.connect("autodoc-process-docstring", rewrite, priority=BEFORE_NAPOLEON)
     app.connect("autodoc-process-signature", plain_signature)
     app.connect("autodoc-skip-member", skip)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

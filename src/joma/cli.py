@@ -27,9 +27,9 @@ from joma.commands.printing import (
     CLAIM_FAILED,
     DONE,
     INTERNAL,
-    complain,
-    emit,
     exit_code,
+    print_error,
+    print_json,
     show_claims,
     write_line,
 )
@@ -41,10 +41,10 @@ from joma.train import interrupt
 
 @dataclass(frozen=True)
 class ListCommand:
-    """List the studies, their claims, presets and cost: the claims of each, then one line for each study."""
+    """List the studies: the claims of each one, then a table of all studies with their costs."""
 
-    studies: Positional[Annotated[tuple[str, ...], arg(metavar="STUDY")]] = ()
-    """Names of studies; all if none is given."""
+    studies: Positional[Annotated[tuple[str, ...], arg(metavar="[STUDY ...]", help_behavior_hint="")]] = ()
+    """Names of studies; all of them if not given."""
     json: bool = False
     """Print one JSON document instead of tables."""
 
@@ -53,7 +53,7 @@ class ListCommand:
 
         studies = [load(name) for name in self.studies or STUDIES]
         if self.json:
-            emit([_listing(study) for study in studies])
+            print_json([_listing(study) for study in studies])
             return DONE
         from joma.report.table import grid, show
 
@@ -68,13 +68,13 @@ class ListCommand:
 
 @dataclass(frozen=True)
 class JudgeCommand:
-    """Judge finished runs by the present claims and draw their figures again. Nothing is trained.
+    """Judge finished runs again by the claims of the installed version, and redraw their figures; nothing is trained.
 
-    Exit code 2 means that a run could not be judged, for example one of another version.
-    Trajectories are never changed.
+    The measurements of a run (`trajectory.nc`) never change. Exit code 2 means that a run could not be judged, for
+    example because another version of its study made it.
     """
 
-    dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
+    dir: Positional[Annotated[Path, arg(metavar="[DIR]")]] = Path("runs")
     """Folder that runs are stored in, or the folder of one study or one run in it."""
     json: bool = False
     """Print one JSON document instead of tables."""
@@ -98,7 +98,7 @@ class JudgeCommand:
                 study = load(read_config(path)["study"])
                 outcomes.append(judge(study, path))
             except (StorageError, InputError) as problem:  # the others are judged nevertheless
-                complain(f"{path} was not judged: {problem}")
+                print_error(f"{path} was not judged: {problem}")
                 continue
             if not self.json:
                 show_claims(study, outcomes[-1], "judged again")
@@ -107,7 +107,7 @@ class JudgeCommand:
 
 @dataclass(frozen=True)
 class VerifyCommand:
-    """Check every theorem against an independent solution; takes less than a minute."""
+    """Check the code for every theorem against an independent solution; takes less than a minute."""
 
     json: bool = False
     """Print one JSON document instead of a table."""
@@ -118,7 +118,7 @@ class VerifyCommand:
 
         results = verify(Bars())
         if self.json:
-            emit([dataclasses.asdict(result) for result in results])
+            print_json([dataclasses.asdict(result) for result in results])
         else:
             from joma.report.table import MARKS, grid, show
 
@@ -133,8 +133,9 @@ class VerifyCommand:
 
 @dataclass(frozen=True)
 class ProbeCommand:
-    """Audit and measure a model or a series of checkpoints: attention, stable rank, heads, orthogonality; write a page.
+    """Measure a model or a series of checkpoints: attention, stable rank, heads, orthogonality; write an HTML page.
 
+    First the checkpoints are audited: missing, damaged, identical and misordered ones are named.
     Exit code 1 means that a checkpoint was left out or could not be measured.
     """
 
@@ -143,24 +144,25 @@ class ProbeCommand:
     revisions: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
     """Revisions or subfolders to measure; if not given, all whose names contain a step."""
     pattern: Annotated[str | None, arg(metavar="REGEX", help_behavior_hint="")] = None
-    """Regular expression of the names, with a group `step`, if they are not like step1000 or checkpoint-1000."""
+    """Regular expression with a group `step` for names that are not like step1000 or checkpoint-1000."""
     base: Annotated[str | None, arg(metavar="MODEL", help_behavior_hint="")] = None
     """Base model of LoRA adapters, a folder or a repository; if not given, the folder that the adapters name."""
     measures: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("entropy", "sink_mass")
-    """Measures of attention besides the entropy: effective_tokens, relative_entropy, largest_weight, top_mass,
-    sink_mass, distance, largest_logit."""
+    """Measures of attention besides the entropy, which is always measured: effective_tokens, relative_entropy,
+    largest_weight, top_mass, sink_mass (the weight on the first token), distance, largest_logit."""
     text: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """Text to run the models on; the beginning of the embedded corpus if not given."""
     out: Path = Path("runs/probe")
     """Folder for the results, which go into a subfolder named after the model; measurements are kept and reused."""
     engine: Annotated[Literal["local", "ray"] | None, arg(metavar="{local,ray}", help_behavior_hint="")] = None
-    """Measure checkpoints side by side, in processes of this machine or on a Ray cluster; else one after another."""
+    """Measure checkpoints in parallel, in processes of this machine or on a Ray cluster; in turn if not given."""
     jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """Checkpoints at once on this machine; as many as cores and memory allow if not given. Implies --engine local."""
+    """Checkpoints to measure in parallel on this machine; as many as cores and memory allow if not given. Implies
+    --engine local."""
     address: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None
     """Address of the Ray cluster, e.g. auto; a local one is started if not given."""
     gpus_per_run: float = 0.0
-    """GPUs for the weights of each checkpoint, also parts of one; models are run on processors."""
+    """GPUs for the weights of each checkpoint; 0.5 puts two on one GPU. The models themselves run on the CPU."""
     json: bool = False
     """Print one JSON document instead of tables."""
 
@@ -180,7 +182,7 @@ class ProbeCommand:
         page = save(result.data, result.audit.faults, result_folder)
         if self.json:
             faults = [dataclasses.asdict(fault) for fault in result.audit.faults]
-            emit({**summary(result.data), "faults": faults, "out": result_folder, "page": page})
+            print_json({**summary(result.data), "faults": faults, "out": result_folder, "page": page})
         else:
             for table in tables(result.data, result.audit.faults):  # faults before any figure
                 show(table)
@@ -229,7 +231,7 @@ class ReportCommand:
     Exit code 2 means that a damaged run, sweep or probe was left out. The report names it.
     """
 
-    dir: Positional[Annotated[Path, arg(metavar="DIR")]] = Path("runs")
+    dir: Positional[Annotated[Path, arg(metavar="[DIR]")]] = Path("runs")
     """Folder that runs are stored in."""
     json: bool = False
     """Print one JSON document instead of a line."""
@@ -240,10 +242,10 @@ class ReportCommand:
 
         report = write_report(self.dir, order=list(STUDIES))
         for problem in report.left_out:
-            complain(f"left out: {problem}")
+            print_error(f"left out: {problem}")
         if self.json:
             content = {"report": report.path, "runs": report.runs, "probes": report.probes, "sweeps": report.sweeps}
-            emit({**content, "left_out": report.left_out})
+            print_json({**content, "left_out": report.left_out})
         else:
             write_line(report.path)
         return BAD_INPUT if report.left_out else DONE
@@ -303,7 +305,7 @@ def _run_command(args: list[str]) -> int:
     command = parse(Command, args, prog="joma", description=description, config=config)
     _check_text(command)
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
+        warnings.showwarning = lambda message, *_, **__: print_error(f"warning: {message}")
         return command()
 
 
@@ -324,17 +326,17 @@ def _report_failure(problem: Exception) -> int:
     from joma.files import StorageError
 
     if isinstance(problem, (InputError, StorageError, OutputError)):
-        complain(problem)
+        print_error(problem)
         return BAD_INPUT
     if isinstance(problem, OSError) and problem.errno and problem.filename is not None:
-        complain(f"cannot use {problem.filename}: {os.strerror(problem.errno)}; check the path and its permissions.")
+        print_error(f"cannot use {problem.filename}: {os.strerror(problem.errno)}; check the path and its permissions.")
         return BAD_INPUT
     if memory.is_exhausted(problem):
         size = memory.requested_size(problem)
-        complain(f"the memory of this machine does not suffice for {size}; use smaller sizes.")
+        print_error(f"the memory of this machine does not suffice for {size}; use smaller sizes.")
         return BAD_INPUT
     if interrupt.was_interrupted():
         return interrupt.end_interrupted()
     traceback.print_exception(problem)
-    complain(f"internal error ({type(problem).__name__}): please report it with the lines above.")
+    print_error(f"internal error ({type(problem).__name__}): please report it with the lines above.")
     return INTERNAL

@@ -68,7 +68,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Conduct:
+class SweepRun:
     """A sweep that is being run.
 
     Attributes:

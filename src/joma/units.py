@@ -56,7 +56,7 @@ def train_shard(
     preset: str,
     config: Mapping[str, Any],
     seeds: Sequence[int],
-    of: int,
+    seed_count: int,
     device: str = "cpu",
 ) -> Output:
     """Train some seeds of a run, unless this shard is trained; the process that submitted the unit joins the shards.
@@ -64,13 +64,13 @@ def train_shard(
     Args:
         out, progress, study, preset, config, device: as for `run_study`.
         seeds: consecutive seeds.
-        of: the number of seeds of the whole run.
+        seed_count: the number of seeds of the whole run.
     """
     chosen = load(study)
     path = shards.train_shard(
         chosen,
         seeds,
-        of=of,
+        seed_count=seed_count,
         preset=preset,
         out=out,
         config=config_of(chosen, preset, config),

@@ -132,7 +132,7 @@ def test_a_number_that_is_no_port_is_one_line(port, capsys):
 def test_an_unknown_page_lists_the_known_ones(capsys):
     code, _, errors = joma("lab", "sparse", "--no-browser", capsys=capsys)
     assert code == 2
-    assert "`PAGE` must be one of sparse-then-dense, the-invariant" in errors
+    assert "`PAGE` must be one of sparse-then-dense, invariant" in errors
     assert errors.count("\n") == 1
 
 

@@ -43,21 +43,21 @@ def test_units_are_what_json_has_and_need_the_threads_of_the_study(plan):
 
 def test_a_run_in_shards_has_the_bits_of_one_that_is_not_split_wherever_they_are_trained(plan):
     whole = plan("whole", 1).execute(SILENT)
-    here = plan("here", 2)
-    assert not here.is_trained
+    first = plan("here", 2)
+    assert not first.is_trained
     units = plan("units", 3)
     for unit in units.units(0.0):
         result, output = perform(unit)
         assert result.failure is None
         (folder,) = output.folders
         assert folder.startswith(f"toy/{units.run.path.name}/shards/")
-    for outcome in (here.execute(SILENT), units.outcome(result.value)):
+    for outcome in (first.execute(SILENT), units.outcome(result.value)):
         xr.testing.assert_identical(
             open_run(outcome.path).drop_attrs(deep=False), open_run(whole.path).drop_attrs(deep=False)
         )
         assert outcome.claims == whole.claims
-    assert here.is_trained
-    assert here.execute(SILENT).reused
+    assert first.is_trained
+    assert first.execute(SILENT).reused
 
 
 def test_a_study_without_a_number_of_threads_needs_all_cores(tmp_path, monkeypatch):

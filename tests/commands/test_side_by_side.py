@@ -206,11 +206,11 @@ def test_seeds_in_shards_are_joined_and_trained_ones_are_kept(engine, tmp_path, 
     code, out, err = joma(*args, "--jobs", 2, capsys=capsys)
     assert (code, json.loads(out)) == (2, [])
     assert err.splitlines()[1:] == [f"joma: {lost}: its process was killed; run it again."]
-    kept = [file.read_bytes() for file in tmp_path.glob("short/*/shards/0-1/trajectory.nc")]
+    contents = [file.read_bytes() for file in tmp_path.glob("short/*/shards/0-1/trajectory.nc")]
     engine.failures.clear()
     engine.submitted.clear()
     code, out, _ = joma(*args, "--jobs", 2, capsys=capsys)
-    assert (code, len(kept), engine.submitted) == (0, 1, ["short, seeds 0 to 1", lost])
+    assert (code, len(contents), engine.submitted) == (0, 1, ["short, seeds 0 to 1", lost])
     (joined,) = json.loads(out)
     joma("run", "short", "--jobs", 1, "--out", tmp_path / "whole", capsys=capsys)
     (whole,) = (tmp_path / "whole" / "short").iterdir()

@@ -35,10 +35,10 @@ def surroundings(out, progress):
     """What a unit sees of its process."""
     del out, progress
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-    found = {name: os.environ.get(name) for name in names}
+    values = {name: os.environ.get(name) for name in names}
     streams = [os.readlink(f"/proc/self/fd/{handle}") for handle in range(3)]
     return Output(
-        found
+        values
         | {"process": os.getpid(), "session": os.getsid(0), "folder": os.getcwd(), "streams": streams}
         | {"path": sys.path, "torch": "torch" in sys.modules, "read": sys.stdin.read()}
     )

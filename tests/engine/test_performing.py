@@ -12,7 +12,7 @@ from joma.engine.performing import INTERRUPTED, find_function, perform
 from joma.files import StorageError
 from joma.memory import OutOfMemory
 
-HERE = "engine.test_performing"
+MODULE = "engine.test_performing"
 
 
 def multiply(out, progress, *, first, second):
@@ -34,7 +34,7 @@ def refuse(out, progress, *, kind):
 
 
 def test_the_value_and_the_folders_are_those_of_the_function(tmp_path):
-    unit = Unit("product", f"{HERE}:multiply", {"first": 6, "second": 7}, Path("driver"))
+    unit = Unit("product", f"{MODULE}:multiply", {"first": 6, "second": 7}, Path("driver"))
     result, output = perform(unit, tmp_path)
     assert result.value == [str(tmp_path), 42]
     assert result.failure is None
@@ -43,12 +43,12 @@ def test_the_value_and_the_folders_are_those_of_the_function(tmp_path):
 
 
 def test_a_size_that_does_not_fit_is_a_failure_of_memory():
-    assert perform(Unit("refused", f"{HERE}:refuse", {"kind": "size"}))[0].failure.kind == "memory"
+    assert perform(Unit("refused", f"{MODULE}:refuse", {"kind": "size"}))[0].failure.kind == "memory"
 
 
 @pytest.mark.parametrize("kind", ["input", "storage", "memory", "error"])
 def test_a_failure_says_whose_it_is_in_one_line(kind):
-    result, _ = perform(Unit("refused", f"{HERE}:refuse", {"kind": kind}))
+    result, _ = perform(Unit("refused", f"{MODULE}:refuse", {"kind": kind}))
     assert result.value is None
     assert result.failure.kind == kind
     assert "\n" not in result.failure.message
@@ -57,7 +57,7 @@ def test_a_failure_says_whose_it_is_in_one_line(kind):
 
 def test_a_value_that_json_lacks_is_a_defect_of_the_unit(monkeypatch):
     monkeypatch.setattr("engine.test_performing.multiply", lambda *_: Output(object()))
-    assert perform(Unit("odd", f"{HERE}:multiply"))[0].failure.kind == "error"
+    assert perform(Unit("odd", f"{MODULE}:multiply"))[0].failure.kind == "error"
 
 
 @pytest.mark.parametrize("name", ["no colon", "no.such.module:f", "joma.engine.performing:nothing"])
@@ -71,4 +71,4 @@ def test_an_interrupted_unit_can_be_resumed(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("engine.test_performing.multiply", press)
-    assert perform(Unit("stopped", f"{HERE}:multiply"))[0].failure == INTERRUPTED
+    assert perform(Unit("stopped", f"{MODULE}:multiply"))[0].failure == INTERRUPTED

@@ -67,9 +67,9 @@ def test_results_and_files_are_those_of_a_process_here(address, tmp_path):
     with RayEngine(address, progress=shown) as engine:
         results = {result.unit.name: result for result in engine.run(units)}
     for name in names:
-        here, _ = perform(unit(name, "store", out=tmp_path / "here", **arguments[name]))
+        local, _ = perform(unit(name, "store", out=tmp_path / "here", **arguments[name]))
         assert results[name].failure is None
-        assert results[name].value == here.value | {"path": str(tmp_path / "ray" / name)}
+        assert results[name].value == local.value | {"path": str(tmp_path / "ray" / name)}
     assert contents(tmp_path / "ray") == contents(tmp_path / "here")
     assert executions(counts) == dict.fromkeys(names, 1)
     assert {total for _, total in shown.labels} == {10}

@@ -30,8 +30,8 @@ def order(a_unit, **fields):
 
 
 def test_files_come_back_as_bytes_and_nothing_stays_behind(tmp_path, temporary):
-    there = unit("a", "store", out="driver", name="a", number=2)
-    answer = remote.work(order(there))
+    sent = unit("a", "store", out="driver", name="a", number=2)
+    answer = remote.work(order(sent))
     unpack(answer["folders"]["a"], tmp_path / "arrived" / "a")
     store(tmp_path / "here", SILENT, name="a", number=2)
     assert contents(tmp_path / "arrived") == contents(tmp_path / "here")
@@ -90,10 +90,10 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path, monkeypatch):
 
 def test_a_shared_folder_is_written_in_place(tmp_path, temporary):
     (tmp_path / ".joma-x").touch()
-    there = unit("a", "store", out=tmp_path, name="a", number=2)
-    answer = remote.work(order(there, marker=".joma-x"))
+    sent = unit("a", "store", out=tmp_path, name="a", number=2)
+    answer = remote.work(order(sent, marker=".joma-x"))
     assert answer["folders"] == {}
-    assert answer["value"] == perform(there)[0].value
+    assert answer["value"] == perform(sent)[0].value
     assert not temporary.exists()
 
 

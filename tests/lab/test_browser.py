@@ -117,7 +117,7 @@ def test_formulas_are_rendered_and_the_code_can_be_unfolded_and_copied(opened, n
 
 
 def test_the_tree_is_trained_on_when_the_button_is_pressed(opened):
-    page = opened("a-hierarchy")
+    page = opened("latent-tree")
     assert page.get_by_text("Nothing is trained yet").is_visible()
     page.get_by_role("button", name="Train on this tree").press("Enter")
     page.wait_for_selector("img[alt^='Gain of mutual attention']", timeout=WAIT)
@@ -128,7 +128,7 @@ def test_the_tree_is_trained_on_when_the_button_is_pressed(opened):
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("who-knows-the-order", "NaN 1", "must be 3 to 6 letters from A to Z"),
+        ("token-order", "NaN 1", "must be 3 to 6 letters from A to Z"),
         ("your-model", "/no/such/folder", "which is not a folder"),
         ("runs", "no/such/folder", "must be one with runs or sweeps below it"),
     ],

@@ -38,12 +38,12 @@ def test_entropy_agrees_with_scipy(tokens, sharpness, seed):
 
 
 @given(st.integers(0, 1000), st.integers(0, 2), st.booleans())
-def test_the_entropy_of_a_diverged_seed_is_nan_and_changes_no_other(seed, which, everything):
+def test_the_entropy_of_a_diverged_seed_is_nan_and_changes_no_other(seed, which, all_weights):
     p = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(seed)).softmax(-1)
     expected = shannon_entropy(p)
-    p[slice(None) if everything else which] = torch.nan
+    p[slice(None) if all_weights else which] = torch.nan
     ours = shannon_entropy(p)
-    diverged = torch.tensor([everything or number == which for number in range(3)])
+    diverged = torch.tensor([all_weights or number == which for number in range(3)])
     assert bool(ours[diverged].isnan().all())
     assert torch.equal(ours[~diverged], expected[~diverged])
     assert torch.equal(shannon_entropy(p.movedim(-1, 0), dim=0)[~diverged], ours[~diverged])

@@ -59,10 +59,10 @@ def by_matrix(query, key, *, top=8, sinks=0, **options: Any) -> dict[str, torch.
 
 def of_logits(logits, top, sinks, sink_logits, causal):
     (_, heads, queries, keys), visible = logits.shape, (logits > -torch.inf).sum(-1)
-    everything = logits
+    all_logits = logits
     if sink_logits is not None:
-        everything = torch.cat([logits, sink_logits.double().view(heads, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
-    all_weights = everything.softmax(-1).masked_fill((visible == 0)[..., None], torch.nan)
+        all_logits = torch.cat([logits, sink_logits.double().view(heads, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
+    all_weights = all_logits.softmax(-1).masked_fill((visible == 0)[..., None], torch.nan)
     p = all_weights[..., :keys]
     entropy = torch.special.entr(all_weights).sum(-1)
     count = (visible + (sink_logits is not None)).double()
@@ -287,11 +287,11 @@ def test_entropy_alone_is_computed_as_ever():
 def test_each_measure_is_the_same_whatever_else_is_asked_for(names, causal, hidden):
     query, key = inputs(dtype=torch.float64)
     mask = torch.rand(7, 9, generator=torch.Generator().manual_seed(1)) < 0.5 if hidden else None
-    everything = attention_summary(query, key, causal=causal, mask=mask)
+    summary = attention_summary(query, key, causal=causal, mask=mask)
     some = attention_summary(query, key, causal=causal, mask=mask, measures=names)
     assert list(some) == names
     for name in names:
-        torch.testing.assert_close(some[name], everything[name], rtol=1e-13, atol=1e-13, equal_nan=True)
+        torch.testing.assert_close(some[name], summary[name], rtol=1e-13, atol=1e-13, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["causal", "masked", "modified", "sinks by row"])

@@ -291,9 +291,12 @@ def test_a_compact_picture_has_the_same_elements_at_the_same_places(tmp_path):
     for first, second in zip(before, after, strict=True):
         assert first.attrib.keys() == second.attrib.keys()
         for name, text in first.attrib.items():
-            rests = [re.sub(number, "", one).split() for one in (text, second.attrib[name])]
+            rests = [re.sub(number, "", attribute).split() for attribute in (text, second.attrib[name])]
             assert rests[0] == rests[1]
-            values = [[float(value) for value in re.findall(number, one)] for one in (text, second.attrib[name])]
+            values = [
+                [float(value) for value in re.findall(number, coordinates)]
+                for coordinates in (text, second.attrib[name])
+            ]
             assert values[0] == pytest.approx(values[1], abs=0.01)
             assert values[0] == values[1] or name in ("d", "x", "y")
 

@@ -42,7 +42,9 @@ def test_no_other_run_of_a_study_is_larger_than_the_main_one(runs):
     order = ["quick", "wikitext-103", "paper"]
     for run in sections:
         best = chosen[run["study"]]
-        keys = [(order.index(one["preset"]), one["seeds"], one["anchor"]) for one in (run, best)]
+        keys = [
+            (order.index(candidate["preset"]), candidate["seeds"], candidate["anchor"]) for candidate in (run, best)
+        ]
         assert keys[0] <= keys[1]
 
 

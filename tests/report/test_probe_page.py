@@ -181,10 +181,10 @@ def test_stored_probes_are_found_and_read_back(folder, tmp_path):
     for place in (tmp_path / "probe" / "a", tmp_path / "probe" / "a" / "of-123"):
         save(single_data(), [FAULT], place)
     (tmp_path / "empty").mkdir()
-    found = find_probes(tmp_path)
-    assert found == [tmp_path / "probe" / "a", tmp_path / "probe" / "a" / "of-123"]
-    assert find_probes(tmp_path, excluded=found[:1]) == found[1:]
-    content = read_probe(found[0])
+    folders = find_probes(tmp_path)
+    assert folders == [tmp_path / "probe" / "a", tmp_path / "probe" / "a" / "of-123"]
+    assert find_probes(tmp_path, excluded=folders[:1]) == folders[1:]
+    content = read_probe(folders[0])
     assert content["title"] == "Attention entropy is 1.05 nats on average, least in layer 0, head 0 (0.75)"
     assert [part["figure"]["image"][:19] for part in content["parts"]] == ["data:image/svg+xml;"] * 4
     assert content["faults"][0]["left_out"] == 1

@@ -18,8 +18,8 @@ MIN_TEXT, MIN_GRAPHICS = 4.5, 3.0  # contrast that WCAG 2.2 asks of text and of 
 
 def themes():
     """Return the colours of each theme by name, as they are in effect: dark and print change the light ones."""
-    found = [dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{([^}]*)\}", CSS)]
-    light, dark, paper = found
+    palettes = [dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{([^}]*)\}", CSS)]
+    light, dark, paper = palettes
     return {"light": light, "dark": light | dark, "print": light | paper, "print while dark": light | dark | paper}
 
 

@@ -313,7 +313,7 @@ def interrupted_run(folder: Path) -> Stored:
 def _other_checkpoints(out: Path, run: Path, other: Path) -> dict[str, dict[str, dict[str, bytes]]]:
     """Return for each checkpoint those of another step, training and run, each alone and with its checksum."""
     checkpoints = sorted((run / "checkpoints").rglob("*.safetensors"))
-    found: dict[str, dict[str, dict[str, bytes]]] = {}
+    contents: dict[str, dict[str, dict[str, bytes]]] = {}
     for checkpoint in checkpoints:
         name = str(checkpoint.relative_to(out))
         candidates = [path for path in checkpoints if path != checkpoint]
@@ -322,9 +322,9 @@ def _other_checkpoints(out: Path, run: Path, other: Path) -> dict[str, dict[str,
             which = str(candidate.relative_to(run if candidate.is_relative_to(run) else other.parent))
             alone = {name: candidate.read_bytes()}
             digest = f"{checksum(candidate)}  {checkpoint.name}\n".encode()
-            found.setdefault(name, {})[f"of {which}"] = alone
-            found[name][f"of {which}, with its checksum"] = alone | {f"{name}.sha256": digest}
-    return found
+            contents.setdefault(name, {})[f"of {which}"] = alone
+            contents[name][f"of {which}, with its checksum"] = alone | {f"{name}.sha256": digest}
+    return contents
 
 
 def probed_series(folder: Path) -> Stored:
@@ -442,8 +442,8 @@ def cached_text(folder: Path) -> Stored:
         }
         return {**splits, "types": text.types, "digest": text.digest}
 
-    (mine,), (theirs,) = ([*(cache / "text").glob("*/*")] for cache in (out, other))
-    place = mine.relative_to(out)
-    every = {f"{place}/{file.name}": file.read_bytes() for file in sorted(theirs.iterdir())}
+    (cached,), (original,) = ([*(cache / "text").glob("*/*")] for cache in (out, other))
+    place = cached.relative_to(out)
+    every = {f"{place}/{file.name}": file.read_bytes() for file in sorted(original.iterdir())}
     others = {name: {"of another text": {name: every[name]}, "all of another text": every} for name in every}
     return Stored("a text in the cache", out, {"corpus": read}, others)

@@ -378,7 +378,7 @@ def hostile_tokenizers() -> Iterator[Hostile]:
     yield Hostile("tokenizer: padded without end", tokenizer("padding", value=padding), "measured")
 
 
-def everything(folder: Path) -> Iterator[tuple[GoodSeries, Hostile]]:
+def all_series(folder: Path) -> Iterator[tuple[GoodSeries, Hostile]]:
     """Yield every hostile checkpoint with the good series that it belongs to, which are written into `folder`."""
     for hostiles, write in (
         ([*hostile_configs(), *hostile_weights()], write_model),
@@ -394,7 +394,7 @@ def torture(scale: float) -> dict[str, int]:
     """Probe every hostile checkpoint inside its good series; at a smaller scale every n-th of them."""
     every, failures, tried = max(1, round(1 / min(1.0, scale))), [], 0
     with tempfile.TemporaryDirectory() as folder:
-        for index, (good, hostile) in enumerate(everything(Path(folder))):
+        for index, (good, hostile) in enumerate(all_series(Path(folder))):
             if index % every == 0:
                 tried += 1
                 try:

@@ -217,13 +217,13 @@ def replaced(make: Callable[[Path], object], folder: Path) -> None:
 
 def bind(path: Path) -> None:
     """Make a socket; its path must be short, so that it is given relative to the folder."""
-    here = Path.cwd()
+    folder_before = Path.cwd()
     os.chdir(path.parent)
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path.name)
     finally:
-        os.chdir(here)
+        os.chdir(folder_before)
 
 
 def sparse(size: int, path: Path) -> None:

@@ -43,7 +43,7 @@ def test_joined_shards_have_the_bits_of_the_run_that_was_never_split(name, tmp_p
     config = replace(study.presets["quick"].config, **CHANGES[name])
     whole = open_run(execute(study, out=tmp_path / "whole", seeds=3, config=config).path)
     for seeds in SPLIT:
-        train_shard(study, seeds, of=3, out=tmp_path, config=config)
+        train_shard(study, seeds, seed_count=3, out=tmp_path, config=config)
     joined = open_run(join_shards(study, SPLIT, out=tmp_path, config=config).path)
     assert list(joined.variables) == list(whole.variables)
     for variable, expected in whole.variables.items():
@@ -59,7 +59,7 @@ def test_joined_shards_have_the_bits_of_the_run_that_was_never_split(name, tmp_p
 @pytest.mark.parametrize("name", sorted(INEXACT))
 def test_other_studies_are_not_split_on_the_cpu(name, tmp_path):
     with pytest.raises(InputError, match=f"{name} on cpu"):
-        train_shard(load(name), (0,), of=3, out=tmp_path)
+        train_shard(load(name), (0,), seed_count=3, out=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

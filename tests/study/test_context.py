@@ -71,8 +71,8 @@ def test_streams_of_many_purposes_are_uncorrelated():
 
 
 def test_a_seeds_own_stream_is_that_of_its_number_and_alike_in_every_arm():
-    own, *others = Context((7, 8)).seed_generators(ARMS)
-    assert own.initial_seed() == 7
+    first, *others = Context((7, 8)).seed_generators(ARMS)
+    assert first.initial_seed() == 7
     assert [generator.initial_seed() for generator in others] == [8, 7, 8]
     seeds = [generator.initial_seed() for generator in Context((7, 8)).generators("weights", ARMS)]
     assert seeds[:2] == seeds[2:]

@@ -106,7 +106,7 @@ STUDY = Study(
 
 def train_all(split: Sequence[Sequence[int]], out: Path, study: Study = STUDY, config: Config | None = None) -> None:
     for seeds in split:
-        train_shard(study, seeds, of=sum(map(len, split)), out=out, config=config)
+        train_shard(study, seeds, seed_count=sum(map(len, split)), out=out, config=config)
 
 
 @functools.cache
@@ -194,7 +194,7 @@ def test_claims_and_figures_are_those_of_the_whole_run(tmp_path):
 def test_the_wall_time_is_the_sum_and_the_provenance_is_that_of_the_shards(tmp_path):
     split = split_seeds(COUNT, 2)
     train_all(split, tmp_path)
-    shards = [shard_of(STUDY, seeds, of=COUNT, out=tmp_path) for seeds in split]
+    shards = [shard_of(STUDY, seeds, seed_count=COUNT, out=tmp_path) for seeds in split]
     for index, shard in enumerate(shards):
         trajectory = open_run(shard.path)
         (shard.path / "manifest.json").unlink()
@@ -212,7 +212,9 @@ def test_a_shard_that_is_killed_resumes(tmp_path, monkeypatch, step):
     config, split = Config(die_at=step), split_seeds(COUNT, 2)
     monkeypatch.setattr(f"{__name__}.may_die", True)
     for seeds in split:
-        assert in_child(lambda seeds=seeds: train_shard(STUDY, seeds, of=COUNT, out=tmp_path, config=config)) == 9
+        assert (
+            in_child(lambda seeds=seeds: train_shard(STUDY, seeds, seed_count=COUNT, out=tmp_path, config=config)) == 9
+        )
     monkeypatch.setattr(f"{__name__}.may_die", False)
     with pytest.raises(StorageError, match=r"lacks the shards of seeds 0-2, 3-4; train them"):
         join_shards(STUDY, split, out=tmp_path, config=config)
@@ -240,7 +242,7 @@ def test_joining_survives_death_before_any_of_its_writes_and_removals(tmp_path, 
                 code = in_child(lambda out=out: join_shards(STUDY, split, out=out))
             deaths += code == 9
             assert_same(join_shards(STUDY, split, out=out).path, unsplit())
-            assert not (shard_of(STUDY, (0, 1, 2), of=COUNT, out=out).path.parent).exists()
+            assert not (shard_of(STUDY, (0, 1, 2), seed_count=COUNT, out=out).path.parent).exists()
             if code == 0:
                 break
         else:
@@ -253,7 +255,7 @@ def test_a_trained_shard_is_not_trained_again_but_checked(tmp_path):
     train_all(split, tmp_path)
     never = replace(STUDY, run=lambda *_: pytest.fail("trained again"))
     train_all(split, tmp_path, never)
-    path = shard_of(STUDY, split[1], of=COUNT, out=tmp_path).path
+    path = shard_of(STUDY, split[1], seed_count=COUNT, out=tmp_path).path
     content = bytearray((path / "trajectory.nc").read_bytes())
     content[len(content) // 2] ^= 1
     (path / "trajectory.nc").write_bytes(content)
@@ -271,7 +273,7 @@ def test_a_missing_shard_and_one_in_the_wrong_place_are_named(tmp_path):
     train_all(split[:-1], tmp_path)  # of three seeds
     with pytest.raises(StorageError, match="lacks the shards of seeds 0-0, 1-1, 2-2, 3-3"):
         join_shards(STUDY, split, out=tmp_path)
-    shards = [shard_of(STUDY, seeds, of=3, out=tmp_path) for seeds in split[:-1]]
+    shards = [shard_of(STUDY, seeds, seed_count=3, out=tmp_path) for seeds in split[:-1]]
     shutil.rmtree(shards[2].path)
     shutil.copytree(shards[1].path, shards[2].path)
     with pytest.raises(DamagedFile, match=r"shards/2-2/config\.json is that of another shard"):
@@ -297,7 +299,7 @@ def test_results_that_depend_on_all_seeds_are_refused(tmp_path, leak, what):
     train_all(split, tmp_path, config=config)
     with pytest.raises(InputError, match=f"points, whose {what} differ between shards.* run it without shards"):
         join_shards(STUDY, split, out=tmp_path, config=config)
-    assert all(shard_of(STUDY, seeds, of=COUNT, out=tmp_path, config=config).is_trained for seeds in split)
+    assert all(shard_of(STUDY, seeds, seed_count=COUNT, out=tmp_path, config=config).is_trained for seeds in split)
 
 
 def test_a_study_whose_bits_depend_on_the_batch_is_split_on_cuda_only(tmp_path):
@@ -311,7 +313,7 @@ def test_a_study_whose_bits_depend_on_the_batch_is_split_on_cuda_only(tmp_path):
 @pytest.mark.parametrize("seeds", [(), (0, 2), (-1, 0), (4, 5), (1, 0)])
 def test_seeds_that_are_no_shard_are_refused(tmp_path, seeds):
     with pytest.raises(InputError, match="`seeds` must be consecutive seeds from 0 to 4"):
-        train_shard(STUDY, seeds, of=5, out=tmp_path)
+        train_shard(STUDY, seeds, seed_count=5, out=tmp_path)
     with pytest.raises(InputError, match="`split` must be all seeds from 0, in order"):
         join_shards(STUDY, [(0,), (2,)], out=tmp_path)
 
@@ -319,13 +321,13 @@ def test_seeds_that_are_no_shard_are_refused(tmp_path, seeds):
 def test_each_lock_guards_its_own_work(tmp_path):
     """A run is locked by who joins it and a shard by who trains it: neither keeps other shards from training."""
     split = split_seeds(COUNT, 2)
-    first, second = (shard_of(STUDY, seeds, of=COUNT, out=tmp_path) for seeds in split)
+    first, second = (shard_of(STUDY, seeds, seed_count=COUNT, out=tmp_path) for seeds in split)
     with lock(first.path):
         with pytest.raises(FolderLocked):
-            train_shard(STUDY, first.seeds, of=COUNT, out=tmp_path)
-        train_shard(STUDY, second.seeds, of=COUNT, out=tmp_path)
+            train_shard(STUDY, first.seeds, seed_count=COUNT, out=tmp_path)
+        train_shard(STUDY, second.seeds, seed_count=COUNT, out=tmp_path)
     with lock(first.whole.path):
-        train_shard(STUDY, first.seeds, of=COUNT, out=tmp_path)
+        train_shard(STUDY, first.seeds, seed_count=COUNT, out=tmp_path)
         with pytest.raises(FolderLocked):
             join_shards(STUDY, split, out=tmp_path)
     with lock(first.path):  # by a process that looks whether it is trained
@@ -340,26 +342,26 @@ def test_a_joined_run_needs_no_shards(tmp_path, monkeypatch):
     train_all(split, tmp_path)
     path = join_shards(STUDY, split, out=tmp_path).path
     before = sorted(path.rglob("*"))
-    assert train_shard(STUDY, split[0], of=COUNT, out=tmp_path) == path
+    assert train_shard(STUDY, split[0], seed_count=COUNT, out=tmp_path) == path
     assert execute(STUDY, out=tmp_path).reused
     # Joined between the first look and the lock.
     answers = iter([False, True])
     monkeypatch.setattr("joma.study.shards.Shard.is_joined", property(lambda _: next(answers)))
-    assert train_shard(STUDY, split[0], of=COUNT, out=tmp_path) == path
+    assert train_shard(STUDY, split[0], seed_count=COUNT, out=tmp_path) == path
     assert sorted(file for file in path.rglob("*") if file.name != "shards") == before
 
 
 def test_a_run_that_is_finished_without_its_shards_removes_them(tmp_path):
-    train_shard(STUDY, (0,), of=COUNT, out=tmp_path)
+    train_shard(STUDY, (0,), seed_count=COUNT, out=tmp_path)
     assert_same(execute(STUDY, out=tmp_path).path, unsplit())
     assert not list(tmp_path.glob("*/*/shards"))
 
 
 def test_no_reader_takes_a_shard_for_a_run(tmp_path):
-    path = train_shard(STUDY, (0, 1), of=COUNT, out=tmp_path)
+    path = train_shard(STUDY, (0, 1), seed_count=COUNT, out=tmp_path)
     run = path.parents[1]
     for folder in (tmp_path, tmp_path / "points", run, run / "shards", path):
-        assert [found for depth in range(5) for found in find_runs(folder, depth)] == []
+        assert [each for depth in range(5) for each in find_runs(folder, depth)] == []
     with pytest.raises(StorageError, match="holds some seeds of a run"):
         judge(STUDY, path)
     execute(toy_study.STUDY, out=tmp_path)
@@ -369,15 +371,15 @@ def test_no_reader_takes_a_shard_for_a_run(tmp_path):
 def test_bad_input_leaves_no_folders(tmp_path):
     config = toy_study.Config(points=1)
     with pytest.raises(InputError, match="at least 2"):
-        train_shard(toy_study.STUDY, (0, 1), of=3, out=tmp_path / "runs", config=config)
+        train_shard(toy_study.STUDY, (0, 1), seed_count=3, out=tmp_path / "runs", config=config)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_shards_travel_without_a_shared_file_system(tmp_path):
     split = split_seeds(COUNT, 3)
     for worker, seeds in enumerate(split):
-        sent = pack(train_shard(STUDY, seeds, of=COUNT, out=tmp_path / f"worker {worker}"))
-        place = shard_of(STUDY, seeds, of=COUNT, out=tmp_path / "driver").path
+        sent = pack(train_shard(STUDY, seeds, seed_count=COUNT, out=tmp_path / f"worker {worker}"))
+        place = shard_of(STUDY, seeds, seed_count=COUNT, out=tmp_path / "driver").path
         assert unpack(sent, place)
         assert not unpack(sent, place)
     assert_same(join_shards(STUDY, split, out=tmp_path / "driver").path, unsplit())

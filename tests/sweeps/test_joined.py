@@ -11,7 +11,7 @@ from joma.arguments import InputError
 from joma.files import DamagedFile
 from joma.memory import OutOfMemory
 from joma.runs import open_run
-from joma.sweep_execution import Conduct
+from joma.sweep_execution import SweepRun
 from joma.sweeps import Draws, Grid, Range, open_sweep
 from sweep_study import STUDY, InlineEngine, plan, sweep
 
@@ -110,5 +110,5 @@ def test_a_damaged_run_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[:-7] + b"changed")
     with pytest.raises(DamagedFile, match=file.parent.name):
         open_sweep(result.path)
-    Conduct(result, STUDY).run(InlineEngine())
+    SweepRun(result, STUDY).run(InlineEngine())
     assert open_sweep(result.path, variables=()).state.values.tolist() == ["finished", "finished"]

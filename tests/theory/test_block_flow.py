@@ -167,12 +167,12 @@ def test_theorem_1_along_the_flow(attention, problem):
     flow, start, _ = draw(attention, **problem)
     path = solve_up_to_a_pole(flow, start, np.linspace(0, 2, 9))
     assert law_error(flow, path) <= 1e-8
-    kept = conserved(attention, path.v, path.z, rate_w=flow.training.rate_w, rate_z=flow.training.rate_z)
+    invariant = conserved(attention, path.v, path.z, rate_w=flow.training.rate_w, rate_z=flow.training.rate_z)
     if attention == "softmax":
-        assert np.abs(kept - kept[0]).max() <= 1e-8 * (1 + np.abs(path.z).max())
+        assert np.abs(invariant - invariant[0]).max() <= 1e-8 * (1 + np.abs(path.z).max())
     else:
-        terms = np.abs(kept).max() + (path.v**2).sum(2).max() / flow.training.rate_w
-        assert np.abs(kept - kept[0]).max() <= 1e-8 * terms
+        terms = np.abs(invariant).max() + (path.v**2).sum(2).max() / flow.training.rate_w
+        assert np.abs(invariant - invariant[0]).max() <= 1e-8 * terms
 
 
 def test_softmax_prediction_alone_is_not_the_law():
@@ -336,8 +336,8 @@ def test_theorem_1_holds_where_the_flow_slides(attention, width):
     flow = sliding(attention, rate_z=1.0, width=width)
     z0 = 1.0 if attention == "linear" else 0.0
     path = flow.solve([0.0, 1.0, 10.0], [[2.0], [0.0]], [[z0]], bias0=-1.0)
-    kept = conserved(attention, path.v, path.z)
-    assert np.abs(kept - kept[0]).max() <= 1e-8
+    invariant = conserved(attention, path.v, path.z)
+    assert np.abs(invariant - invariant[0]).max() <= 1e-8
     v, z = path.v[-1, 0, 0], path.z[-1, 0, 0]
     if attention == "linear":  # z² − v² = −3 and v z = 1
         expected = np.sqrt((np.sqrt(13) - 3) / 2)

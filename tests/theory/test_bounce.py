@@ -74,15 +74,15 @@ def test_no_time_has_less_entropy(pairs, temperature):
     bounce = entropy_bounce(mu, v0, temperature=temperature)
     t = np.append(np.geomspace(1e-4, 300, 600), 0.0 if np.isinf(bounce.time) else bounce.time)
     if temperature is None:
-        found = growth.attention_entropy(growth.nonlinear(mu, t, v0))
+        entropy = growth.attention_entropy(growth.nonlinear(mu, t, v0))
     else:
-        found = growth.attention_entropy(growth.softmax_nonlinear(mu, t, v0, temperature), temperature)
-    assert bounce.least <= min(found.min(), bounce.start, bounce.limit) + 1e-13
+        entropy = growth.attention_entropy(growth.softmax_nonlinear(mu, t, v0, temperature), temperature)
+    assert bounce.least <= min(entropy.min(), bounce.start, bounce.limit) + 1e-13
     if np.isinf(bounce.time):
         assert bounce.least == bounce.limit
         assert bounce.depth == 0
     else:
-        assert found[-1] == pytest.approx(bounce.least, abs=1e-12)
+        assert entropy[-1] == pytest.approx(bounce.least, abs=1e-12)
         assert bounce.depth > 0
 
 
@@ -181,8 +181,8 @@ def test_rows_are_independent():
     mu = np.array([[1.0, 1.5, 3.0], [0.2, 0.3, 0.5]])
     both = entropy_bounce(mu, [[0.05], [0.1]], temperature=2.5)
     for row, v0 in enumerate((0.05, 0.1)):
-        one = entropy_bounce(mu[row], v0, temperature=2.5)
-        assert [field[row] for field in both] == [float(field) for field in one]
+        single = entropy_bounce(mu[row], v0, temperature=2.5)
+        assert [field[row] for field in both] == [float(field) for field in single]
     np.testing.assert_array_equal(final_trend(mu, [[0.05], [0.25]]), [1, -1])
     assert both.time.shape == (2,)
     assert entropy_bounce(mu[0]).time.shape == ()

@@ -62,9 +62,9 @@ def principal_axes(away, rise):
 def test_what_is_found_is_critical_and_told_apart_by_its_neighbourhood(name, flow, seed):
     """At a stable point the objective falls in every allowed direction; at the others it rises in some."""
     unit, generator = one_against_two(name, seed)
-    found = critical_points(unit, flow=flow, generator=generator, decay=0.2, starts=24)
+    points = critical_points(unit, flow=flow, generator=generator, decay=0.2, starts=24)
     decay = 0.2 if flow == "decayed" else 0.0
-    for point, kind, cosine in zip(found.points, found.kind, found.cosine, strict=True):
+    for point, kind, cosine in zip(points.points, points.kind, points.cosine, strict=True):
         rest = velocity(unit, point, flow=flow, decay=decay)
         assert np.abs(rest).max() < 1e-8
         np.testing.assert_allclose(cosine, unit.centres @ point / np.linalg.norm(point), atol=1e-12)
@@ -103,11 +103,11 @@ def test_on_the_circle_none_is_missed(name, seed):
     speed = tangential(unit, angles)
     at = np.flatnonzero(speed[:-1] * speed[1:] < 0)
     roots = [brentq(lambda angle: tangential(unit, angle), angles[k], angles[k + 1], xtol=1e-14) for k in at]
-    found = critical_points(unit, flow="sphere", generator=generator)
-    order = np.argsort(np.arctan2(found.points[:, 1], found.points[:, 0]))
-    np.testing.assert_allclose(np.arctan2(found.points[order, 1], found.points[order, 0]), roots, atol=1e-8)
+    points = critical_points(unit, flow="sphere", generator=generator)
+    order = np.argsort(np.arctan2(points.points[:, 1], points.points[:, 0]))
+    np.testing.assert_allclose(np.arctan2(points.points[order, 1], points.points[order, 0]), roots, atol=1e-8)
     expected = ["stable" if speed[k] > 0 else "unstable" for k in at]
-    assert [found.kind[k] for k in order] == expected
+    assert [points.kind[k] for k in order] == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,9 +116,9 @@ def test_on_the_circle_none_is_missed(name, seed):
 def test_the_sphere_has_its_euler_characteristic(name, seed, tokens):
     """Poincaré and Hopf: Σ (−1)^(unstable directions) over all critical points is 2 on even spheres, 0 on odd ones."""
     unit, generator = one_against_two(name, seed, tokens=tokens)
-    found = critical_points(unit, flow="sphere", generator=generator, starts=96)
-    if "degenerate" not in found.kind:
-        assert sum((-1) ** (found.eigenvalues > 0).sum(-1)) == 1 + (-1) ** (tokens - 1)
+    points = critical_points(unit, flow="sphere", generator=generator, starts=96)
+    if "degenerate" not in points.kind:
+        assert sum((-1) ** (points.eigenvalues > 0).sum(-1)) == 1 + (-1) ** (tokens - 1)
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "tanh"])
@@ -126,8 +126,8 @@ def test_the_sphere_has_its_euler_characteristic(name, seed, tokens):
 @given(seed=seeds)
 def test_the_decayed_flow_ends_at_a_stable_point_that_was_found(name, seed):
     unit, generator = one_against_two(name, seed, tokens=3)
-    found = critical_points(unit, flow="decayed", decay=0.3, generator=generator)
-    stable = found.points[found.of_kind("stable")]
+    points = critical_points(unit, flow="decayed", decay=0.3, generator=generator)
+    stable = points.points[points.of_kind("stable")]
 
     def rhs(_, v):
         return velocity(unit, v.reshape(4, 3), flow="decayed", decay=0.3).ravel()
@@ -188,8 +188,8 @@ def test_the_plain_relu_flow_has_no_critical_point(seed):
 @pytest.mark.parametrize("name", ["relu", "gelu", "silu", "tanh"])
 def test_a_stable_point_is_its_own_fixed_centre(name, flow):
     unit, generator = one_against_two(name, 4)
-    found = critical_points(unit, flow=flow, decay=0.5, generator=generator)
-    stable = found.points[found.of_kind("stable")]
+    points = critical_points(unit, flow=flow, decay=0.5, generator=generator)
+    stable = points.points[points.of_kind("stable")]
     rate, centre = fixed_centre(unit, stable, flow=flow, decay=0.5)
     assert len(stable)
     assert (rate > 0).all()
@@ -199,19 +199,19 @@ def test_a_stable_point_is_its_own_fixed_centre(name, flow):
 def test_starts_that_sink_into_zero_are_left_there():
     """Where a ball of noise never reaches the unit, decay alone is left, and a Newton step leads to v = 0 at once."""
     unit = Unit.of("relu", [[1.0, 1.0], [1.0, 0.5]], [0.5, -0.5], sigma=0.05, noise="ball")
-    found = critical_points(unit, flow="decayed", decay=0.1, generator=np.random.default_rng(0))
-    assert (np.linalg.norm(found.points, axis=-1) > 0.1).all()
-    assert "stable" in found.kind
+    points = critical_points(unit, flow="decayed", decay=0.1, generator=np.random.default_rng(0))
+    assert (np.linalg.norm(points.points, axis=-1) > 0.1).all()
+    assert "stable" in points.kind
 
 
 def test_a_family_turned_about_the_span_is_one_degenerate_point():
     """With one centre GELU's slope vanishes on a parallel of the sphere: all of it is critical."""
     unit = Unit.of("gelu", [[3.0, 0.0, 0.0, 0.0]], [1.0], sigma=0.5)
-    found = critical_points(unit, flow="sphere", generator=np.random.default_rng(0))
-    off = np.abs(found.points[:, 0]) < 0.99
+    points = critical_points(unit, flow="sphere", generator=np.random.default_rng(0))
+    off = np.abs(points.points[:, 0]) < 0.99
     assert off.sum() == 1
-    assert [kind for kind, is_off in zip(found.kind, off, strict=True) if is_off] == ["degenerate"]
-    height = found.points[off][0, 0]
+    assert [kind for kind, is_off in zip(points.kind, off, strict=True) if is_off] == ["degenerate"]
+    height = points.points[off][0, 0]
     turned = np.array([height, 0.6 * np.sqrt(1 - height**2), 0, 0.8 * np.sqrt(1 - height**2)])
     assert np.abs(velocity(unit, turned, flow="sphere")).max() < 1e-9
 
@@ -220,15 +220,15 @@ def test_a_dead_unit_is_no_critical_point():
     """Far below every centre's reach the drive is tiny in all its terms, which is not a balance."""
     unit = Unit.of("relu", [[6.0, 0.0]], [1.0], sigma=0.2)
     assert np.abs(velocity(unit, [-1.0, 0.01])).max() < 1e-100
-    found = critical_points(unit, flow="plain", generator=np.random.default_rng(0))
-    assert found.points.shape == (0, 2)
-    assert found.kind == ()
+    points = critical_points(unit, flow="plain", generator=np.random.default_rng(0))
+    assert points.points.shape == (0, 2)
+    assert points.kind == ()
 
 
 def test_the_same_generator_gives_the_same_points():
     unit, _ = one_against_two("gelu", 1)
-    one, two = (critical_points(unit, flow="sphere", generator=np.random.default_rng(5)) for _ in range(2))
-    np.testing.assert_array_equal(one.points, two.points)
+    first, second = (critical_points(unit, flow="sphere", generator=np.random.default_rng(5)) for _ in range(2))
+    np.testing.assert_array_equal(first.points, second.points)
 
 
 @pytest.mark.parametrize("flow", ["sphere", "decayed"])
@@ -247,9 +247,9 @@ def test_the_highest_point_is_found_where_centres_overlap(name, flow, seed):
 
     starts = generator.normal(size=(5, 4))
     best = max(-minimize(cost, start, method="BFGS").fun for start in starts)
-    found = critical_points(unit, flow=flow, decay=0.1, generator=generator, starts=24)
-    assert found.kind[0] == "stable"
-    assert found.value[0] >= best - 1e-7
+    points = critical_points(unit, flow=flow, decay=0.1, generator=generator, starts=24)
+    assert points.kind[0] == "stable"
+    assert points.value[0] >= best - 1e-7
 
 
 def test_bad_input_is_named():

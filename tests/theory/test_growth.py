@@ -261,11 +261,11 @@ def test_starts_rest_points_and_ends_are_exact():
     with np.errstate(all="raise"):
         v = growth.nonlinear(mu, [0.0, 1e-300, 1e3, 1e300], v0)
         rest = growth.nonlinear([-6.0, 0.0, 2.5], [0.0, 0.7, 1e9], [-6.0, 0.0, 2.5])
-        gone = growth.nonlinear_log_gap([1.0, 37.0], [0.0, 1e300], [1.0, 0.05])
+        log_gap = growth.nonlinear_log_gap([1.0, 37.0], [0.0, 1e300], [1.0, 0.05])
     np.testing.assert_array_equal(v[0], v0)
     np.testing.assert_array_equal(v[2:], [mu, mu])
     np.testing.assert_array_equal(rest, [[-6.0, 0.0, 2.5]] * 3)
-    np.testing.assert_allclose(gone, [[-np.inf, np.log1p(-0.05 / 37)], [-np.inf, -np.inf]], rtol=1e-12)
+    np.testing.assert_allclose(log_gap, [[-np.inf, np.log1p(-0.05 / 37)], [-np.inf, -np.inf]], rtol=1e-12)
 
 
 def test_neither_blocks_nor_the_order_of_times_matter(monkeypatch):

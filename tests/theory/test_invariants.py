@@ -161,11 +161,11 @@ def test_prediction_is_what_keeps_the_conserved_quantity(attention):
     v, v0, z0 = rng.normal(size=(7, 5, 4)), rng.normal(size=(5, 4)), rng.normal(size=(3, 5))
     total = predict(attention, v, v0, z0, kappa=2.5)
     one_query = total[:, None, :] if attention == "exp" else np.sqrt(total.clip(0))[:, None, :]
-    kept = conserved(attention, v, one_query, rate_w=0.4, rate_z=1.0)
+    invariant = conserved(attention, v, one_query, rate_w=0.4, rate_z=1.0)
     start = conserved(attention, v0, z0, rate_w=0.4, rate_z=1.0)
     real_root = total > 0
     assert real_root.sum() > 20
-    assert np.abs(kept - start)[real_root].max() < 1e-13 * np.abs(v).max() ** 2 * 40
+    assert np.abs(invariant - start)[real_root].max() < 1e-13 * np.abs(v).max() ** 2 * 40
 
 
 @given(problem=problems, log_rate=st.floats(-3, 1.5), kappa=st.floats(0.2, 5), temperature=st.floats(0.3, 3))
@@ -207,9 +207,9 @@ def test_each_term_of_the_ledger_is_needed():
 def test_softmax_keeps_the_sum_over_tokens_for_each_query(seed, rate):
     block = Block.random(seed, "softmax", "gelu", "squared error", temperature=0.7)
     run = sgd(block, rate_w=rate, rate_z=rate, steps=3)
-    kept = conserved("softmax", run["v"], run["z"])
-    assert kept.shape == (4, 3)
-    assert np.abs(kept - kept[0]).max() <= 1e-13 * (1 + np.abs(run["z"]).max())
+    invariant = conserved("softmax", run["v"], run["z"])
+    assert invariant.shape == (4, 3)
+    assert np.abs(invariant - invariant[0]).max() <= 1e-13 * (1 + np.abs(run["z"]).max())
 
 
 def test_only_the_sum_over_queries_is_predicted():
@@ -231,8 +231,8 @@ def test_leading_axes_broadcast():
     both = predict("softmax", v, v[0], z0, b_ref=b_ref, temperature=0.7)
     assert both.shape == whole.drift.shape == (6, 2, 5)
     for seed in range(2):
-        one = ledger(v[:, seed], b_bar[:, seed], pull[:, seed], b_ref=b_ref[seed], **rates)
-        np.testing.assert_allclose(whole.total[:, seed], one.total, rtol=1e-14)
+        of_one_seed = ledger(v[:, seed], b_bar[:, seed], pull[:, seed], b_ref=b_ref[seed], **rates)
+        np.testing.assert_allclose(whole.total[:, seed], of_one_seed.total, rtol=1e-14)
         alone = predict("softmax", v[3, seed], v[0, seed], z0[seed], b_ref=b_ref[seed], temperature=0.7)
         np.testing.assert_allclose(both[3, seed], alone, rtol=1e-14)
 
@@ -296,7 +296,7 @@ def test_correlation_is_pearsons_and_blind_to_scale(seed, tokens, shift, scale):
     expected = [np.corrcoef(a, b)[0, 1] for a, b in zip(z, z_hat, strict=True)]
     np.testing.assert_allclose(correlation(z, z_hat), expected, atol=1e-12)
     np.testing.assert_allclose(correlation(z, shift + scale * z_hat), expected, atol=1e-9)
-    np.testing.assert_allclose(correlation(z, -z_hat), [-one for one in expected], atol=1e-12)
+    np.testing.assert_allclose(correlation(z, -z_hat), [-number for number in expected], atol=1e-12)
 
 
 @given(seed=seeds, powers=st.lists(st.integers(-290, 290), min_size=2, max_size=4))

@@ -30,9 +30,9 @@ def test_evaluate_inverts_the_quadrature(mu, v0, share):
         return
     v = v0 + share * (mu - v0)
     t = time_taken(mu, v0, v)
-    found, drop = inversion.evaluate(inversion.tabulate(np.array([mu]), np.array([v0])), np.array([t]))
+    value, drop = inversion.evaluate(inversion.tabulate(np.array([mu]), np.array([v0])), np.array([t]))
     speed = abs(mu - v) * np.exp(v**2 / 2)
-    assert abs(found[0, 0] - v) <= 1e-12 * (1 + speed * t)
+    assert abs(value[0, 0] - v) <= 1e-12 * (1 + speed * t)
     assert drop[0, 0] == pytest.approx(np.log(abs(mu - v0) / abs(mu - v)), abs=1e-11 * (1 + np.exp(v**2 / 2) * t))
 
 

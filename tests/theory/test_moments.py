@@ -97,9 +97,9 @@ def test_averaged_curvature_of_relu_is_the_density_at_its_kink(r, spread):
 @pytest.mark.parametrize("noise", ["gaussian", "ball"])
 def test_an_activation_of_ones_own_is_integrated_across_its_kinks(noise):
     leaky = ACTIVATIONS["leaky_relu"]
-    own = Activation("own", leaky.value, leaky.slope, leaky.kinks)
+    unnamed = Activation("own", leaky.value, leaky.slope, leaky.kinks)
     r, spread = np.linspace(-3, 3, 13), np.geomspace(0.05, 20, 13)
-    closed, integrated = averages("leaky_relu", noise, 3), averages(own, noise, 3)
+    closed, integrated = averages("leaky_relu", noise, 3), averages(unnamed, noise, 3)
     np.testing.assert_allclose(integrated.mean(r, spread), closed.mean(r, spread), atol=1e-13)
     np.testing.assert_allclose(integrated.curved(r, spread), closed.curved(r, spread), atol=1e-8)
 

@@ -50,8 +50,8 @@ def train(folder):
         record=Record(lambda model, _: {"a": model.a}, at=range(0, STEPS + 1, 20), dims={"a": ("row", "column")}),
         saving=Saving(folder, range(0, STEPS, 7)),
     )
-    return {**{name: own.detach() for name, own in model.named_parameters()}, "loss": torch.tensor(run.loss.values),
-            "recorded": torch.tensor(run.a.values)}  # fmt: skip
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {**parameters, "loss": torch.tensor(run.loss.values), "recorded": torch.tensor(run.a.values)}
 
 
 def live(folder, result):

@@ -51,8 +51,8 @@ def test_a_save_removes_what_is_older_and_not_whole(tmp_path_factory, saved, kee
     assert (checkpoint.step if checkpoint else None) == max(saved - damaged, default=None)
     store.save(31, {"x": torch.zeros(2)}, keep=keep)
     passed = {step for step in damaged if checkpoint is None or step > checkpoint.step}
-    kept = [*sorted(saved - passed), 31][-keep:]
-    expected = {f"{step}.safetensors{more}" for step in kept for more in ("", ".sha256")}
+    remaining = [*sorted(saved - passed), 31][-keep:]
+    expected = {f"{step}.safetensors{more}" for step in remaining for more in ("", ".sha256")}
     assert {file.name for file in folder.iterdir()} == {*expected, *OTHERS}
 
 

@@ -122,9 +122,9 @@ def test_halved_weights_train_as_whole_ones(monkeypatch, compiled):
     names, halve = [], packed.PackedAdam.half_copies
 
     def noted(self, given):
-        found = halve(self, given)
-        names.extend(found)
-        return found
+        copies = halve(self, given)
+        names.extend(copies)
+        return copies
 
     monkeypatch.setattr(packed.PackedAdam, "half_copies", noted)
     halved = trained(precision="bf16", compiled=compiled, gradients=False)
@@ -149,19 +149,19 @@ def test_a_lost_seed_is_held_where_it_was_in_every_replay(monkeypatch, rule, sha
         model.p = torch.nn.Parameter(torch.linspace(1, 2, 3).cuda().view(3, *(1,) * len(shape)).repeat(1, *shape))
 
         def loss(model, step):
-            gone = (torch.arange(3, device="cuda") == 1) & (step >= first)
-            return (model.p.flatten(1) ** 2).sum(-1) * torch.where(gone, torch.nan, 1.0)
+            diverged = (torch.arange(3, device="cuda") == 1) & (step >= first)
+            return (model.p.flatten(1) ** 2).sum(-1) * torch.where(diverged, torch.nan, 1.0)
 
         optimiser = Optimiser(rule, 0.01, weight_decay=0.1, clip=clip)
         run = fit(model, loss, optimiser=optimiser, steps=steps, record=Record(at=(steps,)))
         return run, model.p.detach()
 
-    (run, there), (_, before), (free, without) = train(9), train(3), train(9, first=100)
+    (run, trained_weights), (_, before), (free, without) = train(9), train(3), train(9, first=100)
     assert free.diverged.values.tolist() == [-1, -1, -1]
     assert run.diverged.values.tolist() == [-1, 3, -1]
-    assert there[1].equal(before[1])
-    assert there[[0, 2]].equal(without[[0, 2]])
-    assert (there[[0, 2]] < before[[0, 2]]).all()
+    assert trained_weights[1].equal(before[1])
+    assert trained_weights[[0, 2]].equal(without[[0, 2]])
+    assert (trained_weights[[0, 2]] < before[[0, 2]]).all()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -184,8 +184,8 @@ def test_attention_that_is_held_stays_in_every_replay_and_after_a_stop(tmp_path,
             if step == stop:
                 raise RuntimeError("stopped")
             with torch.no_grad():
-                own = model.activations(tokens[:, :-1], ["attention"])["attention"]
-            return {"attention": torch.stack([one.flatten(1) for one in own], dim=1)}
+                attention = model.activations(tokens[:, :-1], ["attention"])["attention"]
+            return {"attention": torch.stack([layer.flatten(1) for layer in attention], dim=1)}
 
         return fit(
             model,
@@ -200,10 +200,10 @@ def test_attention_that_is_held_stays_in_every_replay_and_after_a_stop(tmp_path,
     for stop in (3, 5, 8):
         with pytest.raises(RuntimeError, match="stopped"):
             train(stop)
-    found = train()
+    trajectory = train()
     for seed, until in enumerate((4, 6)):
-        own = found.attention.isel(seed=seed)
-        moves = abs(own.diff("step", label="lower")).max(("layer", "number"))
+        attention = trajectory.attention.isel(seed=seed)
+        moves = abs(attention.diff("step", label="lower")).max(("layer", "number"))
         assert bool((moves.sel(step=slice(0, until - 1)) > 1e-4).all())
         assert float(moves.sel(step=slice(until, None)).max()) < 1e-6
-    assert bool((found.loss.isel(step=-1) < 0.8 * found.loss.isel(step=0)).all())
+    assert bool((trajectory.loss.isel(step=-1) < 0.8 * trajectory.loss.isel(step=0)).all())

@@ -14,7 +14,7 @@ CONFIG = DecoderConfig(
 def trained(seeds, steps=200):
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     model = Decoder(CONFIG, generators=generators)
-    tokens = torch.stack([torch.randint(12, (40, 6), generator=one) for one in generators])
+    tokens = torch.stack([torch.randint(12, (40, 6), generator=generator) for generator in generators])
     keys = torch.tensor(seeds)
 
     def loss(model, step):
@@ -30,9 +30,9 @@ def trained(seeds, steps=200):
 
 def test_alone_and_together_agree_after_200_steps_with_dropout():
     together, run = trained((3, 7, 11))
-    alone, own = trained((7,))
+    alone, seed_7 = trained((7,))
     loss = torch.tensor(run.loss.values[1])
-    torch.testing.assert_close(loss, torch.tensor(own.loss.values[0]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss, torch.tensor(seed_7.loss.values[0]), rtol=1e-5, atol=0)
     for (name, whole), (_, part) in zip(together.named_parameters(), alone.named_parameters(), strict=True):
         if not name.endswith("key.bias"):  # softmax does not see it: its gradient is rounding, which Adam normalises
             gap = (whole[1] - part[0]).norm() / part[0].norm()

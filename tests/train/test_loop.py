@@ -229,14 +229,14 @@ def test_steps_on_trial_are_all_the_first_one_and_change_nothing(rule, start):
     model.register_buffer("seen", torch.tensor(0))
     training = Training(model, loss, rule, Record(), Compute(compiled=False))
     training.prepare(start)
-    before = {name: own.clone() for name, own in training.state().items()}
+    before = {name: tensor.clone() for name, tensor in training.state().items()}
     with training._state_restored():
         for _ in range(cuda.TRIAL_STEPS):
             training._trial_step(start)
         assert int(training.step_number) == start + 1
         assert next(model.parameters())[0].item() != 1.0
     assert asked == [start] * 3
-    assert all(own.equal(before[name]) for name, own in training.state().items())
+    assert all(tensor.equal(before[name]) for name, tensor in training.state().items())
 
 
 def test_bfloat16_is_recorded_in_float32():

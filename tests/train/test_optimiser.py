@@ -30,24 +30,28 @@ def slopes(seed):
     generator, size = torch.Generator().manual_seed(seed), torch.tensor([0.01, 1.0, 100.0], dtype=torch.float64)
     for _ in range(STEPS):
         drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
-        yield {name: own * size.view(-1, *(1,) * (own.ndim - 1)) for name, own in drawn.items()}
+        yield {name: gradient * size.view(-1, *(1,) * (gradient.ndim - 1)) for name, gradient in drawn.items()}
 
 
-def expected(optimiser, seed, one, rates, hold):
+def expected(optimiser, seed, seed_index, rates, hold):
     """Seed `one` alone in torch's own loop; `hold`: the step from which `b` is left alone."""
-    own = {name: nn.Parameter(value.detach()[one].clone()) for name, value in Numbers(**SHAPES).named_parameters()}
+    parameters = {
+        name: nn.Parameter(value.detach()[seed_index].clone()) for name, value in Numbers(**SHAPES).named_parameters()
+    }
     for step, gradients in enumerate(slopes(seed)):
         if step % (optimiser.restart or STEPS) == 0:
-            groups = [{"params": [p], "lr": 0.0} for p in own.values()]
+            groups = [{"params": [p], "lr": 0.0} for p in parameters.values()]
             moments = {} if optimiser.name == "sgd" else {"betas": optimiser.betas}
             plain = PLAIN[optimiser.name](groups, weight_decay=optimiser.weight_decay, **moments)
-        for (name, p), group in zip(own.items(), plain.param_groups, strict=True):
-            p.grad = gradients[name][one].clone()
-            group["lr"] = rates[one] * (1 - step / 10) * (name != "b" or step < hold)
+        for (name, p), group in zip(parameters.items(), plain.param_groups, strict=True):
+            p.grad = gradients[name][seed_index].clone()
+            group["lr"] = rates[seed_index] * (1 - step / 10) * (name != "b" or step < hold)
         if optimiser.clip is not None:
-            nn.utils.clip_grad_norm_([p for name, p in own.items() if name != "b" or step < hold], optimiser.clip)
+            nn.utils.clip_grad_norm_(
+                [p for name, p in parameters.items() if name != "b" or step < hold], optimiser.clip
+            )
         plain.step()
-    return own
+    return parameters
 
 
 @pytest.mark.parametrize("name", sorted(PLAIN))
@@ -73,12 +77,14 @@ def test_every_seed_is_updated_as_torch_would_update_it_alone(name, seed, rates,
     model = Numbers(**SHAPES)
     rule = optimiser.build(model)
     for step, gradients in enumerate(slopes(seed)):
-        for key, own in model.named_parameters():
-            own.grad = gradients[key].clone()
+        for key, parameter in model.named_parameters():
+            parameter.grad = gradients[key].clone()
         rule.update(torch.tensor(step))
-    for one in range(3):
-        for key, own in expected(optimiser, seed, one, rates, hold).items():
-            torch.testing.assert_close(getattr(model, key).detach()[one], own.detach(), rtol=1e-11, atol=1e-11)
+    for seed_index in range(3):
+        for key, parameter in expected(optimiser, seed, seed_index, rates, hold).items():
+            torch.testing.assert_close(
+                getattr(model, key).detach()[seed_index], parameter.detach(), rtol=1e-11, atol=1e-11
+            )
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
@@ -103,18 +109,20 @@ def test_the_rule_of_cuda_is_that_of_the_cpu(name, seed, large, lost, **options)
         patch.setattr(torch, "compile", lambda function, **_: function)
         rules = optimiser.build(models[0]), PackedAdam(optimiser, models[1])
         for step, gradients in enumerate(slopes(seed)):
-            gone = torch.tensor([False, lost is not None and step >= lost, False])
+            diverged = torch.tensor([False, lost is not None and step >= lost, False])
             for model, rule in zip(models, rules, strict=True):
-                for key, own in model.named_parameters():
-                    own.grad = gradients[key].clone()
-                    own.grad[gone] = torch.nan
-                rule.update(torch.tensor(step), gone if gone.any() else None)
-    there = [0, 1, 2] if lost is None else [0, 2]
+                for key, parameter in model.named_parameters():
+                    parameter.grad = gradients[key].clone()
+                    parameter.grad[diverged] = torch.nan
+                rule.update(torch.tensor(step), diverged if diverged.any() else None)
+    trained_seeds = [0, 1, 2] if lost is None else [0, 2]
     for key in SHAPES:
         torch.testing.assert_close(getattr(models[1], key), getattr(models[0], key), rtol=1e-11, atol=1e-11)
-        for kind, own in rules[0].moments[key].items():
+        for kind, parameter in rules[0].moments[key].items():
             # Where gradient and decay cancel, a moment is as small as the rounding of its summands, which are about 1.
-            torch.testing.assert_close(rules[1].moments[key][kind][there], own[there], rtol=1e-11, atol=1e-15)
+            torch.testing.assert_close(
+                rules[1].moments[key][kind][trained_seeds], parameter[trained_seeds], rtol=1e-11, atol=1e-15
+            )
             assert rules[1].moments[key][kind].isfinite().all()
 
 
@@ -123,11 +131,11 @@ def test_a_closed_gate_leaves_the_parameters_as_they_are(monkeypatch):
     model = Numbers(**SHAPES)
     rule = PackedAdam(Optimiser("adamw", 0.1, weight_decay=0.1), model)
     rule.gate.zero_()
-    start = {key: own.detach().clone() for key, own in model.named_parameters()}
-    for key, own in model.named_parameters():
-        own.grad = next(slopes(1))[key]
+    start = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    for key, parameter in model.named_parameters():
+        parameter.grad = next(slopes(1))[key]
     rule.update(torch.tensor(0))
-    assert all(own.detach().equal(start[key]) for key, own in model.named_parameters())
+    assert all(parameter.detach().equal(start[key]) for key, parameter in model.named_parameters())
 
 
 @settings(max_examples=20)
@@ -145,8 +153,8 @@ def test_halves_have_the_gradients_and_follow_their_parameters(seed, clip, of_ha
         for step, gradients in enumerate(slopes(seed)):
             for model, rule in zip(models, rules, strict=True):
                 rule.zero_grad()
-                for key, own in model.named_parameters():
-                    own.grad = gradients[key].float()
+                for key, parameter in model.named_parameters():
+                    parameter.grad = gradients[key].float()
             rounded = gradients["a"].bfloat16()
             models[0].a.grad = rounded.float()
             if of_half:
@@ -179,7 +187,7 @@ def test_a_lost_seed_is_left_alone(name):
     optimiser = Optimiser(name, 0.1, weight_decay=0.1, clip=1.0)
     free, model = Numbers(**SHAPES), Numbers(**SHAPES)
     rules = [optimiser.build(free), optimiser.build(model)]
-    start = {key: own.detach().clone() for key, own in model.named_parameters()}
+    start = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     for step, gradients in enumerate(slopes(3)):
         for key in SHAPES:
             getattr(free, key).grad = gradients[key].clone()
@@ -188,14 +196,14 @@ def test_a_lost_seed_is_left_alone(name):
             getattr(model, key).grad = spoiled
         rules[0].update(torch.tensor(step))
         rules[1].update(torch.tensor(step), torch.tensor([False, True, False]))
-    for key, own in model.named_parameters():
-        torch.testing.assert_close(own.detach()[1], start[key][1], rtol=0, atol=0)
-        torch.testing.assert_close(own.detach()[[0, 2]], getattr(free, key).detach()[[0, 2]], rtol=1e-13, atol=0)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach()[1], start[key][1], rtol=0, atol=0)
+        torch.testing.assert_close(parameter.detach()[[0, 2]], getattr(free, key).detach()[[0, 2]], rtol=1e-13, atol=0)
 
 
 def test_norms_are_over_all_tensors_of_a_seed():
     gradients = next(slopes(5))
-    flat = torch.cat([own.reshape(3, -1) for own in gradients.values()], dim=1)
+    flat = torch.cat([gradient.reshape(3, -1) for gradient in gradients.values()], dim=1)
     torch.testing.assert_close(gradient_norms(gradients.values()), flat.norm(dim=1))
 
 

@@ -177,9 +177,9 @@ def test_a_parameter_frozen_since_is_refused(tmp_path):
 
 def test_checkpoints_that_do_not_name_their_run_are_refused(tmp_path):
     trained(tmp_path)
-    found = CheckpointStore(tmp_path).load()
-    assert found is not None
-    CheckpointStore(tmp_path).save(20, found.tensors)
+    checkpoint = CheckpointStore(tmp_path).load()
+    assert checkpoint is not None
+    CheckpointStore(tmp_path).save(20, checkpoint.tensors)
     with pytest.raises(StorageError, match=rf"{tmp_path} .* do not name their run; choose another folder, or delete"):
         trained(tmp_path)
 
@@ -215,13 +215,13 @@ def test_buffers_go_on_where_they_were(tmp_path):
         return loss
 
     def model():
-        own = Numbers(((1.0, 2.0), (3.0, 4.0)))
+        model = Numbers(((1.0, 2.0), (3.0, 4.0)))
         both = torch.zeros(4, 2, dtype=torch.float64)
-        own.register_buffer("mean", both[:2])
-        own.register_buffer("rest", both[2:])  # views of one tensor
-        own.register_buffer("count", torch.tensor(0))
-        own.register_buffer("passing", torch.zeros(3), persistent=False)
-        return own
+        model.register_buffer("mean", both[:2])
+        model.register_buffer("rest", both[2:])  # views of one tensor
+        model.register_buffer("count", torch.tensor(0))
+        model.register_buffer("passing", torch.zeros(3), persistent=False)
+        return model
 
     whole, torn, again = model(), model(), model()
     options, saving = {"optimiser": ADAM, "steps": 20}, Saving(tmp_path, (5, 10, 15))
@@ -229,11 +229,11 @@ def test_buffers_go_on_where_they_were(tmp_path):
     with pytest.raises(RuntimeError):
         fit(torn, counting(17), saving=saving, **options)
     assert fit(again, counting(None), saving=saving, **options).identical(run)
-    assert all(own.equal(again.state_dict()[name]) for name, own in whole.state_dict().items())
-    found = CheckpointStore(tmp_path).load()
-    assert found is not None
-    assert "buffer/count" in found.tensors
-    assert "buffer/passing" not in found.tensors
+    assert all(tensor.equal(again.state_dict()[name]) for name, tensor in whole.state_dict().items())
+    checkpoint = CheckpointStore(tmp_path).load()
+    assert checkpoint is not None
+    assert "buffer/count" in checkpoint.tensors
+    assert "buffer/passing" not in checkpoint.tensors
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -111,11 +111,11 @@ def test_each_training_has_the_bits_that_it_has_alone(lengths):
 
 
 def test_one_step_of_each_is_made_in_turn(turns):
-    made = []
+    models = []
 
     def noted(number):
         def loss(model, step):
-            made.append((number, int(step)))
+            models.append((number, int(step)))
             return squares(model, step)
 
         return loss
@@ -123,7 +123,7 @@ def test_one_step_of_each_is_made_in_turn(turns):
     fit_together([job(number, steps, loss=noted(number)) for number, steps in enumerate((1, 3, 2))])
     one_after_the_other = [(number, step) for number, steps in enumerate((1, 3, 2)) for step in range(steps + 1)]
     by_step = sorted(one_after_the_other, key=lambda pair: pair[1])
-    assert made == (by_step if turns else one_after_the_other)
+    assert models == (by_step if turns else one_after_the_other)
 
 
 @pytest.mark.usefixtures("turns")
@@ -155,18 +155,18 @@ def test_after_a_kill_the_finished_are_loaded_and_the_others_resume(turns, tmp_p
         fit_together(jobs)
     reached = {path.stem for path in (torn / "2").glob("*.safetensors")}
     assert reached == ({"6", "7"} if turns else set())  # saved when the other failed, or not begun
-    made = []
+    models = []
 
     def noted(number):
         def loss(model, step):
-            made.append((number, int(step)))
+            models.append((number, int(step)))
             return squares(model, step)
 
         return loss
 
     again = [job(number, steps, loss=noted(number), folder=torn) for number, steps in enumerate(LENGTHS)]
     runs = fit_together(again)
-    assert sorted(made) == [*((1, step) for step in range(6, 10)), *((2, step) for step in range(7 * turns, 9))]
+    assert sorted(models) == [*((1, step) for step in range(6, 10)), *((2, step) for step in range(7 * turns, 9))]
     assert_same(zip(again, runs, strict=True), expected_of(LENGTHS))
     for number, steps in enumerate(LENGTHS):
         alone(job(number, steps, folder=whole))

@@ -62,7 +62,7 @@ def results_of_softmax() -> Iterator[list[Tensor]]:
     """Keep what softmaxes of more than two axes return; `F.softmax` calls the method of tensors."""
     results: list[Tensor] = []
 
-    def kept(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def keeping(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def keep(*args: Any, **kwargs: Any) -> Tensor:
             weights = softmax(*args, **kwargs)
             results.extend([weights] if weights.ndim > 2 else [])
@@ -70,7 +70,10 @@ def results_of_softmax() -> Iterator[list[Tensor]]:
 
         return keep
 
-    with patch.object(torch, "softmax", kept(torch.softmax)), patch.object(Tensor, "softmax", kept(Tensor.softmax)):
+    with (
+        patch.object(torch, "softmax", keeping(torch.softmax)),
+        patch.object(Tensor, "softmax", keeping(Tensor.softmax)),
+    ):
         yield results
 
 

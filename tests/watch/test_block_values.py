@@ -166,9 +166,9 @@ def test_padding_does_not_count() -> None:
         recorder = Recorder(model, inputs, residual=True, rows=rows, **OPTIONS)
         recorder(0)
         measured[str(rows)] = recorder.dataset().residual_norm.values
-    by_masks, given, everything = measured.values()
+    by_masks, given, all_rows = measured.values()
     np.testing.assert_array_equal(by_masks, given)
-    assert not np.allclose(by_masks, everything)
+    assert not np.allclose(by_masks, all_rows)
     with torch.no_grad():
         lengths = model(**inputs).norm(dim=-1)
     np.testing.assert_allclose(by_masks[0, 1], lengths[mask.bool()].mean(), rtol=1e-5)

@@ -260,10 +260,10 @@ def test_a_series_is_compared_with_its_first_checkpoint(tmp_path):
 
 def test_a_reference_that_does_not_fit_into_memory_is_read_again(tmp_path, monkeypatch):
     first, second = saved(build("gpt2"), tmp_path / "a"), saved(build("gpt2", seed=1), tmp_path / "b")
-    kept = measure_heads(second, reference=ReferenceHeads(first))
+    measured = measure_heads(second, reference=ReferenceHeads(first))
     monkeypatch.setattr(checkpoint_heads, "MAX_KEPT", 0)
     reference = ReferenceHeads(first)
     before = [measure_heads(second, reference=reference), first.counter.total][1]
     again = measure_heads(second, reference=reference)
     assert first.counter.total > before
-    assert all(np.array_equal(kept[name], again[name], equal_nan=True) for name in kept if name != "module")
+    assert all(np.array_equal(measured[name], again[name], equal_nan=True) for name in measured if name != "module")

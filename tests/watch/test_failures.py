@@ -23,11 +23,11 @@ def test_each_cause_warns_once_whatever_its_numbers() -> None:
 
 
 def test_our_own_errors_have_their_remedy_and_others_get_one() -> None:
-    own = InputError("batch", "sequences", 1, "give a batch of longer sequences")
+    error = InputError("batch", "sequences", 1, "give a batch of longer sequences")
     with pytest.warns(
         ProbeFailed, match=r"goes on: `batch` must be sequences, got 1; give a batch of longer seq\w+\.$"
     ):
-        Failures().warn("a probe", 0, own)
+        Failures().warn("a probe", 0, error)
     with pytest.warns(ProbeFailed, match=r"goes on: MemoryError; give a smaller `batch`\.$"):
         Failures().warn("a probe", 0, MemoryError())
     with pytest.warns(ProbeFailed, match=r"OSError: disk full; check it\.$"):

@@ -33,16 +33,16 @@ def test_folders_that_look_like_checkpoints_are_named_with_a_remedy(tmp_path):
     (tmp_path / "runs").mkdir()  # logs of TensorBoard
     series = Checkpoints(tmp_path)
     assert series.steps == (0, 10)
-    found = messages(series)
-    assert set(found) == {("final",), ("best",), ("step_abc",), ("epoch_3",), ("checkpoint-last",)}
-    assert found["final",] == (
+    faults = messages(series)
+    assert set(faults) == {("final",), ("best",), ("step_abc",), ("epoch_3",), ("checkpoint-last",)}
+    assert faults["final",] == (
         "the name 'final' says no step, so that its place in the series is unknown; rename it after its step, such as "
         "step1000, or give its name as a revision to measure it alone."
     )
-    assert found["epoch_3",] == (
+    assert faults["epoch_3",] == (
         "epoch_3 counts epochs, and the series counts steps; give the pattern `epoch` to measure the epochs instead."
     )
-    assert found["checkpoint-last",] == "checkpoint-last holds no weights; save the weights into it, or remove it."
+    assert faults["checkpoint-last",] == "checkpoint-last holds no weights; save the weights into it, or remove it."
     assert Checkpoints(tmp_path, pattern="epoch").steps == (3,)
     assert Checkpoints(tmp_path, revisions=["final"]).names == ("final",)
 
@@ -110,9 +110,9 @@ def test_files_that_are_not_read_are_named_once_for_the_series(tmp_path):
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
             (tmp_path / f"step{step}" / name).write_bytes(b"")
     (tmp_path / "step1" / "pytorch_model.bin").write_bytes(b"")
-    found = list(messages(Checkpoints(tmp_path)).items())
-    assert len(found) == 2
-    (training, state), (beside, other) = found
+    faults = list(messages(Checkpoints(tmp_path)).items())
+    assert len(faults) == 2
+    (training, state), (beside, other) = faults
     assert len(training) == 12
     assert state.startswith(
         "optimizer.pt, rng_state.pth, scheduler.pt, training_args.bin in 3 checkpoints hold the state"

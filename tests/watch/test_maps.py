@@ -21,7 +21,7 @@ from tiny_models import random_normal
 LENGTHS = st.integers(1, 6)
 
 
-def kept(call: AttentionCall, limit: int = DEFAULT_LIMIT) -> KeptCalls:
+def keep_call(call: AttentionCall, limit: int = DEFAULT_LIMIT) -> KeptCalls:
     calls = KeptCalls(limit)
     calls.start_pass()
     calls.keep("layer", call)
@@ -60,13 +60,13 @@ def test_every_window_has_the_weights_of_the_whole_matrix(
     mask = {"none": None, "boolean": shown, "bias": bias}[kind]
     call = AttentionCall(query, key, mask, causal, enable_gqa=True, softcap=softcap)
     expected = matrix(query, key, mask, causal=causal, softcap=softcap)
-    maps = attention_maps(kept(call), "layer")
+    maps = attention_maps(keep_call(call), "layer")
     assert maps.dims == ("batch", "head", "query", "key")
     np.testing.assert_allclose(maps, expected, atol=1e-12)
     sums = np.nansum(maps, axis=-1)
     assert np.all((np.abs(sums - 1) < 1e-12) | (np.isnan(maps).all("key") & (sums == 0)))
     rows, heads = seed % queries, [3, 0]
-    window = attention_maps(kept(call), 0, heads, queries=slice(rows, None), keys=range(keys)[-1:])
+    window = attention_maps(keep_call(call), 0, heads, queries=slice(rows, None), keys=range(keys)[-1:])
     np.testing.assert_allclose(window, expected[:, heads, rows:, -1:], atol=1e-12)
     assert (window["head"].values.tolist(), window["query"].values[0], window["key"].values) == (heads, rows, keys - 1)
 
@@ -75,16 +75,16 @@ def test_biases_without_values_in_memory_positions_of_a_score_and_learned_sinks(
     query, key = random_normal(1, 2, 3, 4), random_normal(1, 2, 5, 4, seed=1)
     scores = (query.double() @ key.double().mT) / 2
     row, column = torch.arange(3)[:, None], torch.arange(5)
-    late = attention_maps(kept(AttentionCall(query, key, causal_lower_right(3, 5))), "layer", queries=[2, 0])
+    late = attention_maps(keep_call(AttentionCall(query, key, causal_lower_right(3, 5))), "layer", queries=[2, 0])
     expected = scores.where(column <= row + 2, -torch.inf).softmax(-1)
     np.testing.assert_allclose(late, expected[:, :, [2, 0]], atol=1e-12)
-    early = attention_maps(kept(AttentionCall(query, key, causal_upper_left(3, 5))), "layer")
+    early = attention_maps(keep_call(AttentionCall(query, key, causal_upper_left(3, 5))), "layer")
     np.testing.assert_allclose(early, scores.where(column <= row, -torch.inf).softmax(-1), atol=1e-12)
     slopes = AttentionCall(query, key, score_mod=lambda score, _, h, i, j: score - (h + 1) * (i - j) ** 2)
     expected = (scores - torch.tensor([[[1.0]], [[2.0]]]) * (row - column) ** 2).softmax(-1)
-    np.testing.assert_allclose(attention_maps(kept(slopes), "layer", 1), expected[:, [1]], atol=1e-6)
+    np.testing.assert_allclose(attention_maps(keep_call(slopes), "layer", 1), expected[:, [1]], atol=1e-6)
     sinks = torch.tensor([0.5, -1.0])
-    weights = attention_maps(kept(AttentionCall(query, key, sink_logits=sinks)), "layer")
+    weights = attention_maps(keep_call(AttentionCall(query, key, sink_logits=sinks)), "layer")
     exponentials = scores.exp()
     expected = exponentials / (exponentials.sum(-1, keepdim=True) + sinks.double().exp()[:, None, None])
     np.testing.assert_allclose(weights, expected, atol=1e-12)
@@ -92,23 +92,23 @@ def test_biases_without_values_in_memory_positions_of_a_score_and_learned_sinks(
 
 def test_logits_and_tensors_of_two_three_and_five_axes() -> None:
     logits = random_normal(2, 3, 4, 5).masked_fill(torch.arange(5) > 3, torch.finfo(torch.float32).min)
-    maps = attention_maps(kept(AttentionCall(logits=logits)), "layer", 2)
+    maps = attention_maps(keep_call(AttentionCall(logits=logits)), "layer", 2)
     np.testing.assert_allclose(maps, logits.double().softmax(-1)[:, [2]], atol=1e-12)
     assert (maps.isel(key=4) == 0).all()
     five = random_normal(2, 3, 2, 4, 6)
     weights = matrix(five.flatten(0, 1), five.flatten(0, 1), None, causal=False, softcap=None)
-    np.testing.assert_allclose(attention_maps(kept(AttentionCall(five, five)), "layer"), weights, atol=1e-12)
+    np.testing.assert_allclose(attention_maps(keep_call(AttentionCall(five, five)), "layer"), weights, atol=1e-12)
     three = five[0, 0]
     weights = matrix(three[:, None], three[:, None], None, causal=False, softcap=None)
-    np.testing.assert_allclose(attention_maps(kept(AttentionCall(three, three)), "layer"), weights, atol=1e-12)
-    assert attention_maps(kept(AttentionCall(three[0], three[0])), "layer").shape == (1, 1, 4, 4)
+    np.testing.assert_allclose(attention_maps(keep_call(AttentionCall(three, three)), "layer"), weights, atol=1e-12)
+    assert attention_maps(keep_call(AttentionCall(three[0], three[0])), "layer").shape == (1, 1, 4, 4)
 
 
 def test_what_is_kept_is_a_copy_without_gradients_and_without_repetition() -> None:
     query = torch.zeros(1, 1, 2, 4, requires_grad=True)
     key = torch.ones(1, 1, 3, 4)
     mask = torch.tensor([True, True, False]).expand(1, 1, 2, 3)
-    calls = kept(AttentionCall(query, key, mask), limit=(8 + 12) * 4 + 3)
+    calls = keep_call(AttentionCall(query, key, mask), limit=(8 + 12) * 4 + 3)
     key.add_(torch.arange(3.0)[:, None])
     mask[0, 0, 0, 1].fill_(False)
     maps = attention_maps(calls, "layer")
@@ -153,13 +153,13 @@ def test_maps_are_off_by_default_and_the_size_may_be_given() -> None:
     [({"head": 2}, "head"), ({"queries": slice(9, 10)}, "queries"), ({"keys": [-4]}, "keys"), ({"keys": 1.5}, "keys")],
 )
 def test_windows_outside_of_the_attention_are_refused(options: dict[str, Any], name: str) -> None:
-    calls = kept(AttentionCall(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4)))
+    calls = keep_call(AttentionCall(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4)))
     with pytest.raises(InputError, match=f"`{name}` must"):
         attention_maps(calls, "layer", **options)
 
 
 def test_a_map_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = kept(AttentionCall(torch.zeros(1, 2, 64, 4), torch.zeros(1, 2, 64, 4)))
+    calls = keep_call(AttentionCall(torch.zeros(1, 2, 64, 4), torch.zeros(1, 2, 64, 4)))
     monkeypatch.setattr("joma.memory.available", lambda: 100_000)
     with pytest.raises(OutOfMemory, match="choose a window, such as queries="):
         attention_maps(calls, "layer")
@@ -172,7 +172,7 @@ class Tokenizer:
 
 
 def test_tokens_become_coordinates() -> None:
-    calls = kept(AttentionCall(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4)))
+    calls = keep_call(AttentionCall(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4)))
     words = ["The", " cat", "."]
     maps = attention_maps(calls, "layer", tokens=words, queries=[2], keys=slice(1, None))
     assert maps.query_token.values.tolist() == ["."]
@@ -191,7 +191,7 @@ def test_tokens_become_coordinates() -> None:
 
 
 def test_tokens_of_a_cache_and_of_cross_attention() -> None:
-    calls = kept(AttentionCall(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4)))
+    calls = keep_call(AttentionCall(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4)))
     maps = attention_maps(calls, "layer", tokens=["a", "b", "c"])  # the queries are the last of the keys
     assert (maps.query_token.values.tolist(), maps.key_token.values.tolist()) == (["b", "c"], ["a", "b", "c"])
     maps = attention_maps(calls, "layer", tokens=["x", "y"], key_tokens=["a", "b", "c"])
@@ -208,6 +208,6 @@ def test_the_output_of_a_fast_tokenizer_has_its_strings() -> None:
     trained = Trained(WordLevel({"[UNK]": 0, "the": 1, "cat": 2}, unk_token="[UNK]"))
     trained.pre_tokenizer = Whitespace()
     batch = PreTrainedTokenizerFast(tokenizer_object=trained, unk_token="[UNK]")(["the cat dog", "cat cat the"])
-    calls = kept(AttentionCall(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4)))
+    calls = keep_call(AttentionCall(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4)))
     maps = attention_maps(calls, "layer", tokens=batch)
     assert maps.key_token.values.tolist() == [["the", "cat", "[UNK]"], ["cat", "cat", "the"]]

@@ -52,7 +52,7 @@ class Model(nn.Module):
         return self.inner(self.take(x))
 
 
-def kept(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def counted_rows(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Return which rows [batch, query] of the only attention count."""
     with attention(model, reduce="none") as recording:
         model(*args, **kwargs)
@@ -62,10 +62,10 @@ def kept(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def test_masks_count_by_keyword_and_position_and_the_inner_one_first() -> None:
     x = random_normal(2, 5, 4)
-    assert torch.equal(kept(Model(), x, attention_mask=REAL), REAL.bool())
-    assert torch.equal(kept(Attention(), x, None, REAL), REAL.bool())
-    assert torch.equal(kept(Model(), x, attention_mask=None), ALL)
-    assert torch.equal(kept(Model(), x, attention_mask=REAL[:1]), REAL[:1].bool().expand(2, 5))
+    assert torch.equal(counted_rows(Model(), x, attention_mask=REAL), REAL.bool())
+    assert torch.equal(counted_rows(Attention(), x, None, REAL), REAL.bool())
+    assert torch.equal(counted_rows(Model(), x, attention_mask=None), ALL)
+    assert torch.equal(counted_rows(Model(), x, attention_mask=REAL[:1]), REAL[:1].bool().expand(2, 5))
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -76,10 +76,10 @@ def test_masks_count_by_keyword_and_position_and_the_inner_one_first() -> None:
             del attention_mask
             return self.inner(x, attention_mask=inner)
 
-    assert torch.equal(kept(Outer(), x, REAL, None), REAL.bool())
-    assert torch.equal(kept(Outer(), x, REAL, REAL.flip(0)), REAL.flip(0).bool())
-    assert torch.equal(kept(Outer(), x, REAL, causal(REAL.flip(0))), REAL.bool())  # tokens before visible keys
-    assert torch.equal(kept(Outer(), x, causal(REAL), None), REAL.bool())
+    assert torch.equal(counted_rows(Outer(), x, REAL, None), REAL.bool())
+    assert torch.equal(counted_rows(Outer(), x, REAL, REAL.flip(0)), REAL.flip(0).bool())
+    assert torch.equal(counted_rows(Outer(), x, REAL, causal(REAL.flip(0))), REAL.bool())  # tokens before visible keys
+    assert torch.equal(counted_rows(Outer(), x, causal(REAL), None), REAL.bool())
 
 
 def test_a_mask_given_by_name_is_not_taken_for_a_positional_argument() -> None:
@@ -90,8 +90,8 @@ def test_a_mask_given_by_name_is_not_taken_for_a_positional_argument() -> None:
             return F.scaled_dot_product_attention(x, x, x)
 
     x = random_normal(2, 5, 4)
-    assert torch.equal(kept(Variable(), x, REAL), ALL)
-    assert torch.equal(kept(Variable(), x, attention_mask=REAL), REAL.bool())
+    assert torch.equal(counted_rows(Variable(), x, REAL), ALL)
+    assert torch.equal(counted_rows(Variable(), x, attention_mask=REAL), REAL.bool())
 
 
 def test_rows_that_the_masks_leave_open_are_listed_with_one_warning() -> None:
@@ -121,7 +121,7 @@ def test_blocks_of_a_sequence_are_cut_from_its_mask(size: int, length: int) -> N
             return F.scaled_dot_product_attention(x, x, x)
 
     real = torch.arange(length) < torch.tensor([[length], [length // 2]])  # one block is not enough to be sure
-    rows = kept(Blocks(), random_normal(2, length, 4), real)
+    rows = counted_rows(Blocks(), random_normal(2, length, 4), real)
     assert torch.equal(rows.reshape(2, -1)[:, :length], real)
     assert not rows.reshape(2, -1)[:, length:].any()
 
@@ -134,11 +134,11 @@ def test_padding_under_an_unknown_name_is_listed() -> None:
 
     x = random_normal(2, 5, 4)
     with pytest.warns(RowsUnknown, match="all rows of Named count, padded ones too: its mask hides tokens from all"):
-        assert torch.equal(kept(Named(), x, causal(REAL)), ALL)
+        assert torch.equal(counted_rows(Named(), x, causal(REAL)), ALL)
     for visible in (causal(ALL), causal(ALL)[:1], torch.where(causal(ALL), 0.0, -torch.inf)):
-        assert torch.equal(kept(Named(), x, visible), ALL)
+        assert torch.equal(counted_rows(Named(), x, visible), ALL)
     with pytest.warns(RowsUnknown, match="its mask hides tokens from all"):
-        kept(Named(), x[:1], causal(REAL[:1]))
+        counted_rows(Named(), x[:1], causal(REAL[:1]))
     with attention(model := Named(), rows="all") as recording:
         model(x, causal(REAL))
     assert recording.rows_unknown == {}
@@ -146,29 +146,31 @@ def test_padding_under_an_unknown_name_is_listed() -> None:
 
 @pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
 def test_padding_that_a_module_hides_in_its_own_logits_is_listed(hidden: float) -> None:
-    class Own(nn.Module):
+    class ScaledProduct(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             logits = x @ x.mT + torch.where(mask, 0.0, hidden)
             return (logits.softmax(-1) @ x)[:, 0]
 
     x = random_normal(2, 1, 5, 4)
     for rows in (slice(None), slice(0, 1)):
-        with pytest.warns(RowsUnknown, match="all rows of Own count, padded ones too: its mask hides tokens from all"):
-            assert torch.equal(kept(Own(), x[rows], causal(REAL)[rows]), ALL[rows])
+        with pytest.warns(
+            RowsUnknown, match="all rows of ScaledProduct count, padded ones too: its mask hides tokens from all"
+        ):
+            assert torch.equal(counted_rows(ScaledProduct(), x[rows], causal(REAL)[rows]), ALL[rows])
     for mask in (causal(ALL), causal(ALL)[:1], torch.tensor(True)):
-        assert torch.equal(kept(Own(), 30 * x, mask), ALL)
+        assert torch.equal(counted_rows(ScaledProduct(), 30 * x, mask), ALL)
 
 
 def test_the_mask_of_another_sequence_says_nothing_of_the_queries() -> None:
     x, context = random_normal(2, 5, 4), random_normal(2, 5, 4, seed=1)
     with pytest.warns(RowsUnknown, match="`attention_mask` \\(2, 5\\) may hold for its keys alone"):
-        assert torch.equal(kept(Attention(), x, context, REAL), ALL)
-    assert torch.equal(kept(Attention(), x[:, :4], context, REAL), ALL[:, :4])
+        assert torch.equal(counted_rows(Attention(), x, context, REAL), ALL)
+    assert torch.equal(counted_rows(Attention(), x[:, :4], context, REAL), ALL[:, :4])
 
     model = nn.MultiheadAttention(4, 2, batch_first=True)
-    assert torch.equal(kept(model, x, x, x, REAL == 0), REAL.bool())
+    assert torch.equal(counted_rows(model, x, x, x, REAL == 0), REAL.bool())
     with pytest.warns(RowsUnknown, match="`key_padding_mask`"):
-        assert torch.equal(kept(model, x, context, context, REAL == 0), ALL)
+        assert torch.equal(counted_rows(model, x, context, context, REAL == 0), ALL)
 
 
 def test_no_mask_of_a_text_holds_for_images() -> None:
@@ -180,7 +182,7 @@ def test_no_mask_of_a_text_holds_for_images() -> None:
         def forward(self, pixel_values: Tensor) -> Tensor:
             return self.attention(pixel_values)
 
-    assert torch.equal(kept(Model(Vision()), random_normal(2, 5, 4), attention_mask=REAL), ALL)
+    assert torch.equal(counted_rows(Model(Vision()), random_normal(2, 5, 4), attention_mask=REAL), ALL)
 
 
 def test_all_rows_and_given_rows() -> None:
@@ -191,8 +193,8 @@ def test_all_rows_and_given_rows() -> None:
         model(x, attention_mask=REAL)
         recording.rows = "masks"
         model(x, attention_mask=REAL)
-    kept = [~layers["inner"].isnan().all(1) for layers in recording.passes]
-    assert [rows.tolist() for rows in kept] == [rows.bool().tolist() for rows in (ALL, REAL.flip(0), REAL)]
+    counted_rows = [~layers["inner"].isnan().all(1) for layers in recording.passes]
+    assert [rows.tolist() for rows in counted_rows] == [rows.bool().tolist() for rows in (ALL, REAL.flip(0), REAL)]
     with pytest.raises(InputError, match=r"`rows` must be .* got 'mask'; use \"masks\""), attention(model) as recording:
         recording.rows = "mask"
     with pytest.raises(InputError, match=r'`rows` must be .*"masks" or "all", got ndarray'):

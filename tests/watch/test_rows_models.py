@@ -150,9 +150,9 @@ def test_the_padding_of_one_side_is_not_that_of_the_other() -> None:
     with torch.no_grad(), attention(encoder_decoder("bart"), reduce="none") as recording:
         encoder_decoder("bart")(**batch)
     for layer, entropy in recording.passes[0].items():
-        kept = entropy.isnan().logical_not().all(1)
+        counted = entropy.isnan().logical_not().all(1)
         expected = batch["attention_mask" if layer.startswith("model.encoder") else "decoder_attention_mask"]
-        assert kept.tolist() == expected.bool().tolist(), layer
+        assert counted.tolist() == expected.bool().tolist(), layer
 
 
 class Torch(nn.Module):
@@ -231,9 +231,9 @@ def test_the_padding_of_a_text_says_nothing_of_an_image_of_as_many_patches() -> 
     model, parts = transformers.CLIPModel(config).eval(), sequences([5, 2])
     with torch.no_grad(), attention(model, reduce="none") as recording:
         model(pad(parts, "right"), torch.ones(2, 3, 8, 8), mask(parts, "right"))
-    kept = {layer: ~entropy.isnan().all(1) for layer, entropy in recording.passes[0].items()}
-    assert kept["vision_model.encoder.layers.0.self_attn"].all()
-    assert torch.equal(kept["text_model.encoder.layers.0.self_attn"], mask(parts, "right").bool())
+    counted = {layer: ~entropy.isnan().all(1) for layer, entropy in recording.passes[0].items()}
+    assert counted["vision_model.encoder.layers.0.self_attn"].all()
+    assert torch.equal(counted["text_model.encoder.layers.0.self_attn"], mask(parts, "right").bool())
 
 
 def test_rows_of_one_shape_under_generation_are_refused_in_one_line() -> None:
@@ -316,7 +316,12 @@ def test_sequences_that_are_shorter_than_a_block() -> None:
         model(**batch)
     expected = model(**batch, output_attentions=True).attentions
     for entropy, weights in zip(recording.passes[0].values(), expected, strict=True):
-        kept = torch.nn.functional.pad(batch["attention_mask"], (0, 2)).bool()
-        assert torch.equal(~entropy.isnan().any(1), kept)
-        own = torch.special.entr(weights[:, 0].double()).sum(-1)
-        torch.testing.assert_close(entropy.double().transpose(1, 2)[kept], own.transpose(1, 2)[kept], atol=1e-5, rtol=0)
+        padded_mask = torch.nn.functional.pad(batch["attention_mask"], (0, 2)).bool()
+        assert torch.equal(~entropy.isnan().any(1), padded_mask)
+        entropy_by_hand = torch.special.entr(weights[:, 0].double()).sum(-1)
+        torch.testing.assert_close(
+            entropy.double().transpose(1, 2)[padded_mask],
+            entropy_by_hand.transpose(1, 2)[padded_mask],
+            atol=1e-5,
+            rtol=0,
+        )

@@ -274,10 +274,10 @@ def test_no_logits_are_kept_after_a_pass() -> None:
     """A model that returns its weights, as with `output_attentions`, keeps no logits alive."""
     layer = Layer(lambda query, key, _: (query @ key.mT).softmax(-1))
     model = nn.ModuleList([Layer(method), layer])
-    kept = []
+    tensors = []
     with attention(model):
         model[0](*inputs())
-        kept.append(model[1](*inputs()))
+        tensors.append(model[1](*inputs()))
         assert not interception._local.interceptor.softmaxes
 
 

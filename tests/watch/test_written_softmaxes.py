@@ -29,11 +29,11 @@ def test_exponentials_over_their_sum_are_a_softmax_along_the_axis_of_the_sum(axi
     total = powers.sum(axis, keepdim=True)
     arguments = ((powers,), {"dim": [axis], "keepdim": True}) if named else ((powers, axis, True), {})
     assert steps.note(Tensor.sum, *arguments, total) is None
-    found = steps.note(Tensor.div, (powers, total), {}, powers / total)
-    assert found is not None
-    assert found[0] is scores
-    assert found[1] == axis
-    torch.testing.assert_close(powers / total, found[0].softmax(found[1]))
+    softmaxed = steps.note(Tensor.div, (powers, total), {}, powers / total)
+    assert softmaxed is not None
+    assert softmaxed[0] is scores
+    assert softmaxed[1] == axis
+    torch.testing.assert_close(powers / total, softmaxed[0].softmax(softmaxed[1]))
     assert steps.note(Tensor.div, (powers, total), {}, powers / total) is None  # a softmax is found once
 
 

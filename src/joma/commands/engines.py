@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from joma.commands.printing import complain
+from joma.commands.printing import print_error
 
 if TYPE_CHECKING:
     from joma.engine import Engine
@@ -27,7 +27,7 @@ def open_engine(
     from joma.arguments import InputError
 
     def warn(message: str) -> None:
-        complain(f"warning: {message}")
+        print_error(f"warning: {message}")
 
     if name == "local":
         if address is not None:

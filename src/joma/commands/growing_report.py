@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from joma.commands.printing import complain, write_line
+from joma.commands.printing import print_error, write_line
 
 
 class GrowingReport:
@@ -35,7 +35,7 @@ class GrowingReport:
         if self._written:
             self._write(None)
         if self._problem is not None:
-            complain(f"the report was not written: {self._problem}")
+            print_error(f"the report was not written: {self._problem}")
         elif self._written and not self._quiet:
             write_line(f"The report: {os.path.abspath(self._out / 'report.html')}")
 

@@ -19,7 +19,7 @@ from urllib.error import URLError
 
 from tyro.conf import Positional, arg
 
-from joma.commands.printing import BAD_INPUT, complain, emit, write_line
+from joma.commands.printing import BAD_INPUT, print_error, print_json, write_line
 from joma.train.interrupt import EXIT_CODE
 
 HOST = "127.0.0.1"  # loopback: other machines cannot connect
@@ -35,8 +35,8 @@ class LabCommand:
     They are served on this machine alone, and only to a browser that has the token of the printed address.
     """
 
-    page: Positional[Annotated[str | None, arg(metavar="PAGE", help_behavior_hint="")]] = None
-    """Page to open, such as sparse-then-dense; the list of all pages if not given."""
+    page: Positional[Annotated[str | None, arg(metavar="[PAGE]", help_behavior_hint="")]] = None
+    """Page to open, such as sparse-then-dense; a list of all pages if not given."""
     no_browser: bool = False
     """Print the address without opening a browser."""
     port: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
@@ -52,7 +52,7 @@ class LabCommand:
         try:
             return self._serve(files, _free_port(self.port))
         except KeyboardInterrupt:
-            complain("interrupted; the lab is closed.")
+            print_error("interrupted; the lab is closed.")
             return EXIT_CODE
 
     def _serve(self, files: list[str], port: int) -> int:
@@ -60,17 +60,17 @@ class LabCommand:
         token = secrets.token_urlsafe(24)
         with _server(files, port, token) as server:
             if not _answers(server, port):
-                complain("the server of marimo did not start; its messages stand above.")
+                print_error("the server of marimo did not start; its messages stand above.")
                 return BAD_INPUT
             url = f"http://{HOST}:{port}?access_token={token}"
-            emit({"url": url, "pid": server.pid}) if self.json else write_line(f"The lab is open at {url}")
+            print_json({"url": url, "pid": server.pid}) if self.json else write_line(f"The lab is open at {url}")
             sys.stdout.flush()
             if not self.no_browser:
                 import webbrowser
 
                 webbrowser.open(url)
             server.wait()
-        complain("the server of marimo has ended; its messages stand above.")
+        print_error("the server of marimo has ended; its messages stand above.")
         return BAD_INPUT
 
 

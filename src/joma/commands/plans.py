@@ -56,7 +56,7 @@ class Plan:
         from joma.study.shards import train_shard
 
         for seeds in self.split:
-            train_shard(self.study, seeds, of=self._count, **options, device=self.device, progress=progress)
+            train_shard(self.study, seeds, seed_count=self._count, **options, device=self.device, progress=progress)
         return self.join()
 
     def join(self) -> Outcome:
@@ -84,7 +84,7 @@ class Plan:
             Unit(
                 f"{name}, seeds {seeds[0]} to {seeds[-1]}",
                 "joma.units:train_shard",
-                {**arguments, "seeds": seeds, "of": self._count},
+                {**arguments, "seeds": seeds, "seed_count": self._count},
                 out,
                 needs,
             )

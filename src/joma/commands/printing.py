@@ -12,7 +12,7 @@ MAX_LINE = 4000  # characters of a message; a longer one loses its middle
 DONE, CLAIM_FAILED, BAD_INPUT, INTERNAL = 0, 1, 2, 3
 
 
-def emit(value: Any) -> None:
+def print_json(value: Any) -> None:
     """Print one JSON document on standard output."""
     sys.stdout.write(f"{json_document(value)}\n")
 
@@ -22,7 +22,7 @@ def write_line(text: object) -> None:
     sys.stdout.write(f"{printable(text)}\n")
 
 
-def complain(problem: object) -> None:
+def print_error(problem: object) -> None:
     """Print one line on standard error."""
     line = printable(problem)
     if len(line) > MAX_LINE:
@@ -42,7 +42,7 @@ def show_claims(study: Any, outcome: Any, note: str | None = None) -> None:
 def exit_code(outcomes: list[Any], expected: int, *, as_json: bool) -> int:
     """Return the exit code of these of the `expected` runs, after printing them as JSON if that is wanted."""
     if as_json:
-        emit([dataclasses.asdict(outcome) | {"failed": outcome.failed} for outcome in outcomes])
+        print_json([dataclasses.asdict(outcome) | {"failed": outcome.failed} for outcome in outcomes])
     if len(outcomes) < expected:
         return BAD_INPUT
     return CLAIM_FAILED if any(outcome.failed for outcome in outcomes) else DONE

@@ -40,9 +40,10 @@ class RunCommand:
     set: UseAppendAction[Annotated[tuple[str, ...], arg(metavar="KEY=VALUE")]] = ()
     """Change one field of the study's config, e.g. steps=500; may be repeated. Write a list as 1,2,3."""
     jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """Studies to run at the same time; as many as cores and memory (or GPUs) allow if not given."""
+    """Studies to run in parallel; as many as cores and memory (or GPUs) allow if not given."""
     shards: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """Parts of each study's seeds that run at the same time; one for each GPU if a single study runs, else 1."""
+    """Parts to split the seeds of each study into, to run in parallel. If not given: one for each GPU if one study
+    runs, otherwise 1."""
     engine: Literal["local", "ray"] = "local"
     """Where studies run: in processes of this machine, or on a Ray cluster."""
     address: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from joma.commands.engines import open_engine
 from joma.commands.plans import Plan
-from joma.commands.printing import BAD_INPUT, INTERNAL, complain
+from joma.commands.printing import BAD_INPUT, INTERNAL, print_error
 from joma.terminal import printable
 from joma.train import interrupt
 
@@ -112,7 +112,7 @@ def _unless_impossible(make: Callable[[], Outcome]) -> Outcome | None:
     try:
         return make()
     except (StorageError, OutOfMemory) as problem:
-        complain(problem)
+        print_error(problem)
         if interrupt.was_interrupted():  # Ctrl-C came first, and saving failed
             raise KeyboardInterrupt from None
         return None
@@ -137,7 +137,7 @@ def _report(name: str, failure: Failure) -> None:
     if failure.kind == "error":
         sys.stderr.writelines(f"{printable(line)}\n" for line in failure.details.splitlines())
         message = f"{message}; please report it with the lines above."
-    complain(message)
+    print_error(message)
 
 
 def default_jobs(device: str) -> int:

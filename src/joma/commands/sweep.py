@@ -11,10 +11,10 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from joma.commands.engines import open_engine
 from joma.commands.parsing import available_device
-from joma.commands.printing import BAD_INPUT, CLAIM_FAILED, DONE, complain, emit, write_line
+from joma.commands.printing import BAD_INPUT, CLAIM_FAILED, DONE, print_error, print_json, write_line
 
 if TYPE_CHECKING:
-    from joma.sweep_execution import Conduct
+    from joma.sweep_execution import SweepRun
     from joma.sweeps import Sweep, SweepUnit
 
 MAX_ROWS = 24  # of the table of units on the terminal; of more, the first and the last are shown
@@ -23,45 +23,47 @@ LAST_ROWS = 4
 
 @dataclass(frozen=True)
 class SweepCommand:
-    """Run a study at many points of its config: the product of lists of values, or random points.
+    """Run a study at many points of its config: all combinations of lists of values, or random points.
 
-    The same command resumes a sweep: finished units are not run again, and failed ones only with --retry-failed. Exit
-    code 1 means that a tested claim does not hold at some point, 2 that a unit failed; the others are kept.
+    The same command resumes a sweep: finished runs are not repeated, and failed ones only with --retry-failed. Exit
+    code 1 means that a tested claim does not hold at some point, 2 that a run failed; the other runs are kept.
     """
 
     study: Positional[Annotated[str, arg(metavar="STUDY")]]
     """Name as in `joma list`."""
     grid: UseAppendAction[Annotated[tuple[str, ...], arg(metavar="KEY=A,B,C")]] = ()
-    """Values of one field of the study's config; repeated for more fields. Separate lists by semicolons. For random
-    points also KEY=LOW:HIGH or KEY=LOW:HIGH:log."""
+    """Values of one field of the study's config; repeat the option for more fields. Separate values that are lists by
+    semicolons. With --random also a range, KEY=LOW:HIGH, or KEY=LOW:HIGH:log for one that is even in the logarithm."""
     set: UseAppendAction[Annotated[tuple[str, ...], arg(metavar="KEY=VALUE")]] = ()
     """Change one field of the config for all points, e.g. steps=500; may be repeated."""
     random: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """Draw N random points instead of the product. More points keep the first ones."""
+    """Draw N random points instead of all combinations. A larger N adds points to those of a smaller one."""
     seed: int = 0
     """Seed of the random points."""
     preset: str = "quick"
-    """quick or paper."""
+    """quick (seconds to a minute a run on 2 cores) or paper (the sizes of the papers)."""
     seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Run seeds 0 to N-1 at every point; the preset's number of seeds if not given."""
     engine: Literal["local", "ray"] = "local"
-    """Where units run: in processes of this machine, or on a Ray cluster."""
+    """Where the runs are made: in processes of this machine, or on a Ray cluster."""
     address: Annotated[str | None, arg(metavar="ADDRESS", help_behavior_hint="")] = None
     """Address of the Ray cluster, e.g. auto; a local one is started if not given."""
     shared: bool = False
-    """All machines of the Ray cluster see OUT under the same path, and write there; else results are sent back."""
+    """Say that all machines of the Ray cluster see OUT under the same path and can write there; otherwise results are
+    sent back over the network."""
     jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """Units that run at once on this machine; as many as cores and memory allow if not given."""
+    """Runs to make in parallel on this machine; as many as cores and memory allow if not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train models on; auto is cuda if available."""
     gpus_per_run: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="")] = None
-    """GPUs of each unit, also parts of one; 1 on cuda if not given."""
+    """GPUs for each run; 0.5 puts two runs on one GPU. 1 on cuda if not given."""
     claim: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Claim whose value the figure shows over the grid; the first tested one with a number if not given."""
+    """Claim whose measured value the figure shows over the points; if not given, one whose verdict changes, or else the
+    first that is tested."""
     retry_failed: bool = False
-    """Run units again that failed before."""
+    """Try the points again whose run failed before."""
     out: Path = Path("runs")
-    """Folder for the results: OUT/sweeps."""
+    """Folder for the results, which go into OUT/sweeps."""
     json: bool = False
     """Print one JSON document instead of tables."""
 
@@ -70,9 +72,9 @@ class SweepCommand:
         from joma.progress import Bars
         from joma.sweep_execution import draw_claim
 
-        conduct = self._conduct()
-        sweep = conduct.sweep
-        if conduct.left:
+        sweep_run = self._sweep_run()
+        sweep = sweep_run.sweep
+        if sweep_run.left:
             check_writable(sweep.path)
             bars = Bars()
             options: dict[str, Any] = {"jobs": self.jobs, "address": self.address, "progress": bars}
@@ -82,23 +84,23 @@ class SweepCommand:
                 bars.task("units", total=len(sweep.units)) as task,
             ):
                 if not self.json:
-                    _show_plan(conduct, getattr(engine, "jobs", None))
-                task.skip(len(sweep.units) - len(conduct.left))
-                sweep = conduct.run(engine, ended=lambda _: task.advance())
+                    _show_plan(sweep_run, getattr(engine, "jobs", None))
+                task.skip(len(sweep.units) - len(sweep_run.left))
+                sweep = sweep_run.run(engine, ended=lambda _: task.advance())
         picture = draw_claim(sweep, self.claim)
         if self.json:
-            emit(_document(sweep, picture))
+            print_json(_document(sweep, picture))
         else:
-            _show_results(sweep, picture, new=len(conduct.left))
+            _show_results(sweep, picture, new=len(sweep_run.left))
         for line in _failure_lines(sweep, retry=not self.retry_failed):
-            complain(line)
+            print_error(line)
         return _exit_code(sweep)
 
-    def _conduct(self) -> Conduct:
+    def _sweep_run(self) -> SweepRun:
         """Return the sweep that the arguments describe, and how to run it."""
         from joma.commands.grids import parse_plan
         from joma.studies import load
-        from joma.sweep_execution import Conduct, plan_sweep
+        from joma.sweep_execution import SweepRun, plan_sweep
 
         study = load(self.study)
         options: dict[str, Any] = {"changes": self.set, "random": self.random, "seed": self.seed}
@@ -109,7 +111,7 @@ class SweepCommand:
 
             choice("--claim", self.claim, {claim.name: claim for claim in study.claims})
         device, gpus = self._device()
-        return Conduct(sweep, study, device, gpus, self.retry_failed)
+        return SweepRun(sweep, study, device, gpus, self.retry_failed)
 
     def _device(self) -> tuple[str, float]:
         """Return the device of each unit, and how many GPUs it needs; those of a cluster are not looked for here."""
@@ -125,11 +127,11 @@ class SweepCommand:
         return device, (1.0 if self.gpus_per_run is None else self.gpus_per_run) if device == "cuda" else 0.0
 
 
-def _show_plan(conduct: Conduct, jobs: int | None) -> None:
+def _show_plan(sweep_run: SweepRun, jobs: int | None) -> None:
     """Print the table of units before they run, with an estimate of what they cost."""
     from joma.report.table import duration, grid, show
 
-    sweep, cost, left = conduct.sweep, conduct.cost, {unit.run for unit in conduct.left}
+    sweep, cost, left = sweep_run.sweep, sweep_run.cost, {unit.run for unit in sweep_run.left}
 
     def row(number: int, unit: SweepUnit) -> tuple[str, ...]:
         state = "to run" if unit.run in left else sweep.state(unit)

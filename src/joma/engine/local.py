@@ -9,11 +9,11 @@ from functools import cached_property
 
 from joma import memory as machine_memory
 from joma.arguments import whole
-from joma.engine.crew import Crew
 from joma.engine.devices import usable_cores, visible_devices
 from joma.engine.display import Display, Report, warn_here
 from joma.engine.scheduling import Machine, check_arguments, check_needs
 from joma.engine.unit import Engine, Result, Unit
+from joma.engine.worker_pool import WorkerPool
 from joma.progress import SILENT, Progress
 from joma.train.interrupt import interruptible
 
@@ -54,7 +54,7 @@ class LocalEngine(Engine):
         self._machine = Machine(self.jobs, max(cores, self.jobs), free)
         self._given_devices, self._folder = devices, os.getcwd()
         self._display = Display(progress, warn, several=self.jobs > 1)
-        self._crew: Crew | None = None
+        self._pool: WorkerPool | None = None
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
@@ -64,15 +64,15 @@ class LocalEngine(Engine):
     def submit(self, unit: Unit) -> None:
         check_needs(unit, self.devices if unit.needs.gpus else ())
         check_arguments(unit)
-        if self._crew is None:
-            self._crew = Crew(self._machine, self._folder)
+        if self._pool is None:
+            self._pool = WorkerPool(self._machine, self._folder)
         if unit.needs.gpus and not self._machine.devices:
             self._machine = replace(self._machine, devices=self.devices)
-            self._crew.use(self._machine)
-        self._crew.submit(unit)
+            self._pool.use(self._machine)
+        self._pool.submit(unit)
 
     def results(self) -> Iterator[Result]:
-        for event in () if self._crew is None else self._crew.read():
+        for event in () if self._pool is None else self._pool.read():
             if isinstance(event, Report):
                 self._display.show(event)
             elif isinstance(event, Result):
@@ -82,19 +82,19 @@ class LocalEngine(Engine):
                 raise event
 
     def cancel(self) -> None:
-        if self._crew is None:
+        if self._pool is None:
             return
         with interruptible("the units that run to save and stop") as stop:
-            self._crew.cancel()
+            self._pool.cancel()
         if stop:
             raise KeyboardInterrupt
 
     def close(self) -> None:
-        if self._crew is None:
+        if self._pool is None:
             return
         try:
             self.cancel()
         finally:
-            self._crew.close()
-            self._crew = None
+            self._pool.close()
+            self._pool = None
             self._display.close()

@@ -186,24 +186,24 @@ def _top_kernel(
             lanes, tile, pointers, strides, start, sizes, numbers,
             DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, CAPPED, ROTATION, True,
         )  # fmt: skip
-    one, two, three, four = lanes
-    fourth = tl.max(four, 1)
-    first = tl.max(one, 1)
+    top_1, top_2, top_3, top_4 = lanes
+    fourth = tl.max(top_4, 1)
+    first = tl.max(top_1, 1)
     last = first
     heavy = tl.zeros([QUERIES], dtype=tl.float32)
     missing = tl.full([QUERIES], TOP, dtype=tl.int32)
     for _ in range(TOP):
-        largest = tl.max(one, 1)
-        taking = one == largest[:, None]
+        largest = tl.max(top_1, 1)
+        taking = top_1 == largest[:, None]
         taken = tl.minimum(tl.sum(taking.to(tl.int32), 1), missing)
         taken = tl.where(largest > -5e29, taken, 0)
         heavy += taken.to(tl.float32) * _relative(largest - first, numbers[0], MASKED, CAPPED)
         last = tl.where(missing > 0, largest, last)
         missing -= taken
-        one = tl.where(taking, two, one)
-        two = tl.where(taking, three, two)
-        three = tl.where(taking, four, three)
-        four = tl.where(taking, -1e30, four)
+        top_1 = tl.where(taking, top_2, top_1)
+        top_2 = tl.where(taking, top_3, top_2)
+        top_3 = tl.where(taking, top_4, top_3)
+        top_4 = tl.where(taking, -1e30, top_4)
     tl.store(unsure_ptr + row_offsets, (fourth > last).to(tl.int8), mask=within)
     _store_mass(results, row_offsets, within, heavy)
 
@@ -232,11 +232,11 @@ def _insert(
         tile, pointers, strides, start, sizes, numbers,
         DIM, KEYS, CAUSAL, CENTRED, MASKED, PRODUCTS, CAPPED, EDGE, ROTATION,
     )  # fmt: skip
-    one, two, three, four = lanes
-    four = tl.maximum(four, tl.minimum(three, products))
-    three = tl.maximum(three, tl.minimum(two, products))
-    two = tl.maximum(two, tl.minimum(one, products))
-    return tl.maximum(one, products), two, three, four
+    top_1, top_2, top_3, top_4 = lanes
+    top_4 = tl.maximum(top_4, tl.minimum(top_3, products))
+    top_3 = tl.maximum(top_3, tl.minimum(top_2, products))
+    top_2 = tl.maximum(top_2, tl.minimum(top_1, products))
+    return tl.maximum(top_1, products), top_2, top_3, top_4
 
 
 @jit

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PAGES = ("sparse-then-dense", "the-invariant", "a-hierarchy", "who-knows-the-order", "your-model", "runs")
+PAGES = ("sparse-then-dense", "invariant", "latent-tree", "token-order", "your-model", "runs")
 
 
 def page_file(name: str) -> Path:

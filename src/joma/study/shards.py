@@ -7,7 +7,7 @@ takes it for one. To run 12 seeds on 4 GPUs:
 
     split = split_seeds(12, 4)
     for index, seeds in enumerate(split):  # anywhere, in any order, side by side
-        train_shard(study, seeds, of=12, out=out, device=f"cuda:{index}")
+        train_shard(study, seeds, seed_count=12, out=out, device=f"cuda:{index}")
     outcome = join_shards(study, split, out=out)
 
 On the CPU the joined run has the bits of one that was never split. On CUDA a seed's numbers depend on the number of
@@ -18,7 +18,7 @@ and one process joins them. Both may be killed at any moment and repeated: a tra
 that was begun resumes, and shards are removed only when the run is finished.
 
 Without a shared file system, a worker sends `joma.transport.pack(path)` of its shard, and the process that joins writes
-it by `unpack(files, shard_of(study, seeds, of=…, out=…).path)`.
+it by `unpack(files, shard_of(study, seeds, seed_count=…, out=…).path)`.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ class Shard(Run):
     """Some consecutive seeds of a run, and their folder inside that of the run.
 
     Attributes:
-        of: the number of seeds of the whole run.
+        seed_count: the number of seeds of the whole run.
     """
 
-    of: int = 1
+    seed_count: int = 1
 
     @property
     def whole(self) -> Run:
         """The run that the shard belongs to."""
-        return Run(self.out, self.study, self.version, self.config, tuple(range(self.of)))
+        return Run(self.out, self.study, self.version, self.config, tuple(range(self.seed_count)))
 
     @property
     def identity(self) -> dict[str, Any]:
         """What distinguishes this shard from others: the run's identity, its own seeds, and the number of all seeds."""
-        return {**super().identity, OF_SEEDS: self.of}
+        return {**super().identity, OF_SEEDS: self.seed_count}
 
     @property
     def path(self) -> Path:
@@ -90,7 +90,7 @@ class Shard(Run):
     @property
     def label(self) -> dict[str, str]:
         """What a checkpoint stores of its shard, and must agree when training resumes."""
-        return {**self.whole.label, "seeds": f"{self.name} of {self.of}"}
+        return {**self.whole.label, "seeds": f"{self.name} of {self.seed_count}"}
 
     @property
     def is_trained(self) -> bool:
@@ -126,31 +126,37 @@ def check_splits(study: Study, device: str) -> None:
 
 
 def shard_of(
-    study: Study, seeds: Sequence[int], *, of: int, preset: str = QUICK, out: Path | str = "runs", config: Any = None
+    study: Study,
+    seeds: Sequence[int],
+    *,
+    seed_count: int,
+    preset: str = QUICK,
+    out: Path | str = "runs",
+    config: Any = None,
 ) -> Shard:
     """Return the shard of these seeds, trained or not: its folder is `.path`, its run is `.whole`.
 
     Args:
         study: what is run.
         seeds: consecutive seeds, as a member of `split_seeds`.
-        of: the number of seeds of the whole run.
+        seed_count: the number of seeds of the whole run.
         preset: gives the config if `config` is None.
         out: the folder of runs.
         config: as for `execute`.
     """
     chosen = choice("preset", preset, study.presets)
-    seeds, of = tuple(seeds), whole("of", of, high=MAX_SEEDS)
-    if not seeds or seeds != tuple(range(seeds[0], seeds[-1] + 1)) or seeds[0] < 0 or seeds[-1] >= of:
-        raise InputError("seeds", f"consecutive seeds from 0 to {of - 1}", seeds, SPLIT_REMEDY)
-    run = planned_run(study, chosen.config if config is None else config, seeds=of, out=as_path("out", out))
-    return Shard(run.out, run.study, run.version, run.config, seeds, of)
+    seeds, seed_count = tuple(seeds), whole("seed_count", seed_count, high=MAX_SEEDS)
+    if not seeds or seeds != tuple(range(seeds[0], seeds[-1] + 1)) or seeds[0] < 0 or seeds[-1] >= seed_count:
+        raise InputError("seeds", f"consecutive seeds from 0 to {seed_count - 1}", seeds, SPLIT_REMEDY)
+    run = planned_run(study, chosen.config if config is None else config, seeds=seed_count, out=as_path("out", out))
+    return Shard(run.out, run.study, run.version, run.config, seeds, seed_count)
 
 
 def train_shard(
     study: Study,
     seeds: Sequence[int],
     *,
-    of: int,
+    seed_count: int,
     preset: str = QUICK,
     out: Path | str = "runs",
     config: Any = None,
@@ -165,7 +171,7 @@ def train_shard(
     Args:
         study, preset, out, config, device, progress: as for `execute`.
         seeds: consecutive seeds, as a member of `split_seeds`.
-        of: the number of seeds of the whole run.
+        seed_count: the number of seeds of the whole run.
 
     Returns:
         The folder of the shard, or that of the whole run if it is joined already. Both have a manifest.
@@ -177,7 +183,7 @@ def train_shard(
     """
     check_splits(study, device)
     config = choice("preset", preset, study.presets).config if config is None else config
-    shard = shard_of(study, seeds, of=of, preset=preset, out=out, config=config)
+    shard = shard_of(study, seeds, seed_count=seed_count, preset=preset, out=out, config=config)
     if shard.is_joined:
         return shard.whole.path
     with shard.locked():
@@ -223,7 +229,7 @@ def join_shards(
     seeds = [seed for part in split for seed in part]
     if not seeds or seeds != list(range(len(seeds))):
         raise InputError("split", "all seeds from 0, in order", list(split), SPLIT_REMEDY)
-    options: dict[str, Any] = {"of": len(seeds), "preset": preset, "out": out, "config": config}
+    options: dict[str, Any] = {"seed_count": len(seeds), "preset": preset, "out": out, "config": config}
     shards = [shard_of(study, part, **options) for part in split]
     run = shards[0].whole
 

@@ -70,13 +70,13 @@ def interruptible(activity: str = "the present step to end") -> Iterator[StopReq
         yield stop
         return
 
-    def handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  (the signature of a handler)
+    def request_stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  (the signature of a handler)
         new = _command is None or _command.note()
         if stop.requested and new:
             raise KeyboardInterrupt
         stop.requested = True
 
-    before = {number: signal.signal(number, handle) for number in _listened_signals()}
+    before = {number: signal.signal(number, request_stop) for number in _listened_signals()}
     outer = None if _command is None else _command.enter(stop)
     try:
         yield stop
@@ -125,7 +125,7 @@ class _Command:
         """Handle the signals and start the thread."""
         os.set_blocking(self._writer, False)
         for number in _listened_signals():
-            signal.signal(number, self._handle)
+            signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
 
@@ -149,7 +149,7 @@ class _Command:
             os.write(2, (LAST_LINE if from_main else _over_progress_bars(LAST_LINE)).encode())
         os._exit(EXIT_CODE)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  (the signature of a handler)
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  (the signature of a handler)
         first = self.noted_at is None
         if self.note():
             if not first:

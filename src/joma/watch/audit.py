@@ -180,8 +180,8 @@ def _other_architectures(sketches: Mapping[str, Sketch]) -> Iterator[Fault]:
         if signatures[name] != usual:
             tensors = sorted({*sketch.shapes, *example.shapes})
             different = next(tensor for tensor in tensors if sketch.shapes.get(tensor) != example.shapes.get(tensor))
-            here, elsewhere = (shapes.get(different, "missing") for shapes in (sketch.shapes, example.shapes))
-            message = f"{name} has another architecture: {different} is {here} here and {elsewhere} in the others"
+            shape, usual_shape = (shapes.get(different, "missing") for shapes in (sketch.shapes, example.shapes))
+            message = f"{name} has another architecture: {different} is {shape} here and {usual_shape} in the others"
             yield Fault("architecture", (name,), message, "check its revision or leave it out", (name,))
 
 
@@ -213,8 +213,8 @@ def _misnamed(sketches: Mapping[str, Sketch], tensors: Sequence[str], file: str)
     unique = [index for index in range(len(names)) if digests.count(digests[index]) == 1]
     faults, left_out = [], set()
     for cluster in _identical(digests):
-        kept, dropped = _best_fit(cluster, between, unique)
-        faults.append(_identical_fault(names, cluster, kept, dropped, weights))
+        retained, dropped = _best_fit(cluster, between, unique)
+        faults.append(_identical_fault(names, cluster, retained, dropped, weights))
         left_out |= set(dropped)
     rest = [index for index in range(len(names)) if index not in left_out]
     for point, before, after in misplaced(between[np.ix_(rest, rest)]):
@@ -226,7 +226,7 @@ def _misnamed(sketches: Mapping[str, Sketch], tensors: Sequence[str], file: str)
 
 
 def _identical_fault(
-    names: Sequence[str], cluster: Sequence[int], kept: Sequence[int], dropped: Sequence[int], weights: str
+    names: Sequence[str], cluster: Sequence[int], retained: Sequence[int], dropped: Sequence[int], weights: str
 ) -> Fault:
     """Return the fault of the checkpoints `cluster`, which are identical; those in `dropped` are left out."""
     checkpoints = tuple(names[index] for index in cluster)
@@ -237,7 +237,7 @@ def _identical_fault(
             "correct before the first update, for example if the learning rate warms up from 0; else download again"
         )
     if dropped:
-        message += f"; they fit best as {names[kept[0]]}"
+        message += f"; they fit best as {names[retained[0]]}"
         remedy = f"download them again, {PUBLISHER_REMEDY}"
     return Fault("identical", checkpoints, message, remedy, tuple(names[index] for index in dropped))
 

@@ -71,14 +71,14 @@ def open_checkpoint(
         base: the base model of an adapter.
         identity: its `portable_identity`, where the unit was made.
     """
-    here = platform.node() or "this machine"
+    machine = platform.node() or "this machine"
     if is_local and not os.path.isdir(source):
         remedy = "use a file system that all machines share, copy the folder to each, or name a repository of the hub"
-        raise Unreadable(name, "a folder on every machine that measures it", f"no {source} on {here}", remedy)
+        raise Unreadable(name, "a folder on every machine that measures it", f"no {source} on {machine}", remedy)
     series = Checkpoints(source, revisions=[name] if is_listed else None, endpoint=endpoint, base=base)
     (checkpoint,) = (each for each in series if each.name == name)
     if checkpoint.portable_identity != identity:
-        got = f"files of other sizes or times in {source} on {here}" if is_local else "a revision that has changed"
+        got = f"files of other sizes or times in {source} on {machine}" if is_local else "a revision that has changed"
         remedy = "copy it with its times, as `rsync -a` does" if is_local else "run the same command again"
         raise Unreadable(name, "the checkpoint that was to be measured", got, remedy)
     return checkpoint

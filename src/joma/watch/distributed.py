@@ -86,8 +86,8 @@ class Processes:
 def describe_failure(error: Exception) -> str:
     """Return an error's type and the first line of its message; our own errors need no type."""
     reason = short_reason(error)
-    own = isinstance(error, InputError | StateError | OtherProcessFailed)
-    return reason if own or reason == type(error).__name__ else f"{type(error).__name__}: {reason}"
+    needs_no_type = isinstance(error, InputError | StateError | OtherProcessFailed)
+    return reason if needs_no_type or reason == type(error).__name__ else f"{type(error).__name__}: {reason}"
 
 
 def find_processes(model: nn.Module, distributed: bool | None) -> Processes:

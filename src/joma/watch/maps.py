@@ -44,7 +44,7 @@ class KeptCalls:
         """Copy the tensors of a call: a model may change them in place, and views would keep more than they show."""
         tensors = {name: getattr(call, name) for name in TENSORS}
         self._sizes[layer] = sum(map(_size, tensors.values()))
-        if sum(self._sizes[kept] for kept in (*self._calls, layer)) <= self.limit:
+        if sum(self._sizes[each] for each in (*self._calls, layer)) <= self.limit:
             self._calls[layer] = dataclasses.replace(call, **{name: _copy(value) for name, value in tensors.items()})
 
     def drop(self, layer: str) -> None:
@@ -78,7 +78,7 @@ def kept_calls(maps: Any) -> KeptCalls | None:
 
 
 def attention_maps(
-    kept: KeptCalls | None,
+    calls: KeptCalls | None,
     layer: Any,
     head: Any = None,
     *,
@@ -89,9 +89,9 @@ def attention_maps(
     tokenizer: Any = None,
 ) -> xr.DataArray:
     """Return attention weights of one layer of the last pass; all arguments as for `Recording.maps`."""
-    if kept is None:
+    if calls is None:
         raise StateError("recording", "keeps no queries and keys", "watch with `attention(model, maps=True)`")
-    name, call = kept.call(layer)
+    name, call = calls.call(layer)
     split = batches(call)
     *lead, rows = split.shape
     heads = lead[-1] if len(lead) > 1 else 1

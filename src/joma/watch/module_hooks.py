@@ -33,10 +33,10 @@ class _Hook(partial[None]):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (_do_nothing,)
+        return partial, (_ignore_arguments,)
 
 
-def _do_nothing(*_: object) -> None: ...
+def _ignore_arguments(*_: object) -> None: ...
 
 
 @contextmanager

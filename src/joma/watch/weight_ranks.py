@@ -80,13 +80,13 @@ def stable_ranks(
             remedy = "pass `ranks=False`"
             raise InputError("ranks", "of weights that are in memory", f"{offloaded}, which is offloaded", remedy)
         for index, name in enumerate(names):
-            mine = index % processes.count == processes.rank
+            is_measured_here = index % processes.count == processes.rank
             parameter = parameters[name]
             if not is_sharded(parameter):
-                whole |= {index: parameter.detach()} if mine else {}
+                whole |= {index: parameter.detach()} if is_measured_here else {}
                 continue
             weight = full_weight(parameter)
-            if mine and failure is None:
+            if is_measured_here and failure is None:
                 try:
                     ranks[index] = float(stable_rank(weight))
                 except Exception as error:  # raised after the last weight is gathered: the others wait for this process

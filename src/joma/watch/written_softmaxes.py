@@ -32,7 +32,7 @@ class _Step(NamedTuple):
     logits_version: int
     axis: int | None = None  # of the keys, once it is known
 
-    def made(self, tensor: Any) -> bool:
+    def is_result(self, tensor: Any) -> bool:
         """Return whether a tensor is the result of this step, and neither it nor the logits have been changed since."""
         return (
             self.result() is tensor and tensor._version == self.version and self.logits._version == self.logits_version
@@ -62,7 +62,7 @@ class WrittenSoftmaxes:
         elif func in EXPONENTIALS:
             return self._after_logarithm(args[0], result)
         elif func in SUMS:
-            if self._exponential is not None and self._exponential.made(args[0]) and _keeps_dim(args, kwargs):
+            if self._exponential is not None and self._exponential.is_result(args[0]) and _keeps_dim(args, kwargs):
                 self._sum = _step(result, self._exponential.logits, _axis(args, kwargs))
         elif len(args) == 2 and not kwargs:
             return self._quotient(*args)
@@ -71,7 +71,7 @@ class WrittenSoftmaxes:
     def _after_logarithm(self, tensor: Tensor, result: Tensor) -> tuple[Tensor, int] | None:
         """Return the logits of a log-softmax whose exponential is taken, or remember the exponential of a tensor."""
         step = self._logarithm
-        if step is None or step.axis is None or not step.made(tensor):
+        if step is None or step.axis is None or not step.is_result(tensor):
             self._exponential = _step(result, tensor)
             return None
         self.clear()
@@ -82,7 +82,7 @@ class WrittenSoftmaxes:
         exponential, total = self._exponential, self._sum
         if exponential is None or total is None or total.axis is None or total.logits is not exponential.logits:
             return None
-        if not exponential.made(numerator) or not total.made(denominator):
+        if not exponential.is_result(numerator) or not total.is_result(denominator):
             return None
         self.clear()
         return exponential.logits, total.axis

@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_normalised_weight(model):
     """Through γ W/‖W‖₂ by autograd, where the norm is torch's and differentiable."""
     loss = model.surprisal(WINDOWS[:, :-1], WINDOWS[:, 1:]).sum()
     weight, _ = query_key_weights(model)[1]
-    mine = torch.autograd.grad(loss, [weight, model.gamma])
+    gradients = torch.autograd.grad(loss, [weight, model.gamma])
     plain = by_definition(model)
     query, _ = query_key_weights(plain)[1]
     (outer,) = torch.autograd.grad(plain.surprisal(WINDOWS[:, :-1], WINDOWS[:, 1:]).sum(), [query])
@@ -62,10 +62,10 @@ def test_gradients_are_those_of_the_normalised_weight(model):
     gamma = model.gamma.detach()[:, 1, 0].clone().requires_grad_()
     normalised = gamma[:, None, None] * inner / torch.linalg.matrix_norm(inner, 2)[:, None, None]
     expected = torch.autograd.grad((normalised * outer).sum(), [inner, gamma])
-    torch.testing.assert_close(mine[0], expected[0])
-    torch.testing.assert_close(mine[1][:, 1, 0], expected[1])
+    torch.testing.assert_close(gradients[0], expected[0])
+    torch.testing.assert_close(gradients[1][:, 1, 0], expected[1])
     # A step along W itself does not change γ W/‖W‖: its gradient is orthogonal to it.
-    torch.testing.assert_close((mine[0] * weight).sum(dim=(1, 2)), torch.zeros(2, dtype=torch.float64))
+    torch.testing.assert_close((gradients[0] * weight).sum(dim=(1, 2)), torch.zeros(2, dtype=torch.float64))
 
 
 def test_power_iteration_follows_the_weights(model):

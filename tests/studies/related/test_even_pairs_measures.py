@@ -22,7 +22,7 @@ STEPS = np.array([0, *np.unique(np.geomspace(1, 10_000, 60).round().astype(int))
 
 
 @pytest.fixture
-def made():
+def written_run():
     """Return a run with ‖u‖ = 3 ln t, ‖W‖ = ½ ln t, loss 1/(1 + t) and the boundary at time 20 or 21."""
     rates = np.array([0.1, 0.5, 0.5, 0.5])
     times = np.maximum(rates[:, None] * STEPS, 1e-3)
@@ -47,44 +47,44 @@ def made():
     )  # fmt: skip
 
 
-def test_slopes_are_those_of_the_made_run(made):
-    np.testing.assert_allclose(log_growth(made), 1.0)
-    np.testing.assert_allclose(attention_growth(made), 0.5)
-    np.testing.assert_allclose(loss_power(made), -1.0, atol=0.01)
+def test_slopes_are_those_of_the_made_run(written_run):
+    np.testing.assert_allclose(log_growth(written_run), 1.0)
+    np.testing.assert_allclose(attention_growth(written_run), 0.5)
+    np.testing.assert_allclose(loss_power(written_run), -1.0, atol=0.01)
 
 
-def test_arms_are_chosen_by_task_and_start(made):
-    assert of_task(made, "pairs").arm.values.tolist() == ["a", "b", "c"]
-    assert of_task(made, "pairs", "zero").arm.values.tolist() == ["a", "b"]
-    assert fastest(made).arm.item() == "c"
-    assert fastest(made, "parity").arm.item() == "d"
+def test_arms_are_chosen_by_task_and_start(written_run):
+    assert of_task(written_run, "pairs").arm.values.tolist() == ["a", "b", "c"]
+    assert of_task(written_run, "pairs", "zero").arm.values.tolist() == ["a", "b"]
+    assert fastest(written_run).arm.item() == "c"
+    assert fastest(written_run, "parity").arm.item() == "d"
 
 
-def test_the_boundary_is_interpolated_in_time(made):
-    np.testing.assert_allclose(boundary(made).isel(seed=0), [20.0, 20.0, 21.0])
-    np.testing.assert_allclose(boundary_spread(made), 0.05)
-    np.testing.assert_allclose(boundary_loss(made), 1 / 22, rtol=0.02)
+def test_the_boundary_is_interpolated_in_time(written_run):
+    np.testing.assert_allclose(boundary(written_run).isel(seed=0), [20.0, 20.0, 21.0])
+    np.testing.assert_allclose(boundary_spread(written_run), 0.05)
+    np.testing.assert_allclose(boundary_loss(written_run), 1 / 22, rtol=0.02)
 
 
-def test_a_boundary_that_is_not_reached_gives_no_loss(made):
-    never = made.assign(least_margin=made.least_margin * 0 - 1)
+def test_a_boundary_that_is_not_reached_gives_no_loss(written_run):
+    never = written_run.assign(least_margin=written_run.least_margin * 0 - 1)
     assert np.isinf(boundary(never)).all()
     assert np.isnan(boundary_loss(never)).all()
 
 
-def test_a_layer_that_diverged_has_no_boundary(made):
-    made["least_margin"][1, 0, -1] = np.nan  # long after its boundary
-    np.testing.assert_array_equal(np.isnan(boundary(made).isel(seed=0)), [False, True, False])
-    assert np.isnan(boundary_spread(made)).all()
-    assert np.isnan(boundary_loss(made)).all()
+def test_a_layer_that_diverged_has_no_boundary(written_run):
+    written_run["least_margin"][1, 0, -1] = np.nan  # long after its boundary
+    np.testing.assert_array_equal(np.isnan(boundary(written_run).isel(seed=0)), [False, True, False])
+    assert np.isnan(boundary_spread(written_run)).all()
+    assert np.isnan(boundary_loss(written_run)).all()
 
 
-def test_the_flow_is_compared_at_the_trained_length(made):
-    same = made.assign(u_norm=made.u_norm * 0 + np.sqrt(1 + made.rate * made.step))
+def test_the_flow_is_compared_at_the_trained_length(written_run):
+    same = written_run.assign(u_norm=written_run.u_norm * 0 + np.sqrt(1 + written_run.rate * written_run.step))
     assert distance_from_flow(same) < 0.01
-    assert np.isnan(distance_from_flow(made.assign(trained_length=9)))
+    assert np.isnan(distance_from_flow(written_run.assign(trained_length=9)))
 
 
-def test_products_are_compared_over_two_decades(made):
-    assert polarised_change(made) == pytest.approx(0.1)
-    assert square_growth(made) == pytest.approx((1 + 1e4) / (1 + 100), rel=1e-6)
+def test_products_are_compared_over_two_decades(written_run):
+    assert polarised_change(written_run) == pytest.approx(0.1)
+    assert square_growth(written_run) == pytest.approx((1 + 1e4) / (1 + 100), rel=1e-6)

@@ -67,10 +67,10 @@ def test_orthogonal_matrices_are_uniform():
     """Moments of Haar's measure: E tr W = 0, E (tr W)² = 1, E tr W² = 1, here as correlations of tokens."""
     tokens, _ = sequences([Arm(HAAR, 3)], seeds=torch.tensor([0]), step=0, samples=40_000, dim=3)
     s = tokens[0] / np.sqrt(3)
-    one, two = (s[:, 0] * s[:, 1]).sum(-1), (s[:, 0] * s[:, 2]).sum(-1)
-    assert abs(float(one.mean())) < 0.015
-    assert float(one.square().mean()) == pytest.approx(1 / 3, abs=0.01)
-    assert float(two.mean()) == pytest.approx(1 / 3, abs=0.015)  # E W² = E tr W² / d
+    first, second = (s[:, 0] * s[:, 1]).sum(-1), (s[:, 0] * s[:, 2]).sum(-1)
+    assert abs(float(first.mean())) < 0.015
+    assert float(first.square().mean()) == pytest.approx(1 / 3, abs=0.01)
+    assert float(second.mean()) == pytest.approx(1 / 3, abs=0.015)  # E W² = E tr W² / d
 
 
 def test_orthogonal_matrices_exist_for_noise_of_zero(monkeypatch):

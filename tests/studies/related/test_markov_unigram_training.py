@@ -33,8 +33,8 @@ def test_chains_follow_the_transitions_symbol_by_symbol():
     for model, sample in itertools.product(range(2), range(50)):
         u, state = uniform[model, sample], 0.0
         for n in range(40):
-            one = p[model] / (p[model] + q[model]) if n == 0 else 1 - q[model] if state else p[model]
-            state = float(u[n] < one)
+            probability_of_one = p[model] / (p[model] + q[model]) if n == 0 else 1 - q[model] if state else p[model]
+            state = float(u[n] < probability_of_one)
             assert symbols[model, sample, n] == state
 
 

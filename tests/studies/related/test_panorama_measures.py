@@ -134,17 +134,17 @@ def test_a_source_that_never_moves_neither_falls_first_nor_loses_rank(run):
 
 def test_verdicts_where_the_activation_is_true():
     run = stored(polarise=curve(DOWN), sparse_dense=curve(DOWN), wikitext=curve(BACK), markov_unigram=curve(BACK))
-    found = verdicts(run)
-    assert found["dense-minimum"] == "does not hold"
-    assert found["rule-better"] == "does not hold"
+    labels = verdicts(run)
+    assert labels["dense-minimum"] == "does not hold"
+    assert labels["rule-better"] == "does not hold"
     run = stored(polarise=curve(DOWN), wikitext=curve(BACK), markov_unigram=curve(BACK))
     assert verdicts(run)["activation"] == "holds"
 
 
 def test_claims_without_their_sources_are_not_tested():
-    found = verdicts(trained(text=curve(BACK)))
+    labels = verdicts(trained(text=curve(BACK)))
     for name in ("no-minimum", "dense-minimum", "rule-better", "sink-no-minimum", "rank-follows"):
-        assert found[name] == "not tested"
+        assert labels[name] == "not tested"
 
 
 def test_worlds_of_the_ladder_do_not_count_in_the_contest():

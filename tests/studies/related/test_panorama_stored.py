@@ -50,10 +50,10 @@ def test_thinning_keeps_the_ends_and_every_minimum():
     entropy = np.random.default_rng(0).normal(size=(3, 500))
     variables = dict.fromkeys(NAMES, (("seed", STEP), entropy))
     curve = xr.Dataset(variables, {STEP: np.arange(500)})
-    kept = thinned(curve)
-    assert kept.sizes[STEP] <= MAX_RECORDS
-    assert kept[STEP][[0, -1]].values.tolist() == [0, 499]
-    np.testing.assert_array_equal(kept.axes_entropy.min(STEP), curve.axes_entropy.min(STEP))
+    thin = thinned(curve)
+    assert thin.sizes[STEP] <= MAX_RECORDS
+    assert thin[STEP][[0, -1]].values.tolist() == [0, 499]
+    np.testing.assert_array_equal(thin.axes_entropy.min(STEP), curve.axes_entropy.min(STEP))
 
 
 def test_the_packaged_file_is_small_and_read_by_default():

@@ -33,8 +33,8 @@ def test_numbers(made_up):
     assert measures.error_slope(made_up).item() == pytest.approx(2.0)
     assert measures.order(made_up, "attention", 4).item() == pytest.approx(3.0)
     assert measures.median_order(made_up, "attention") == pytest.approx(3.0)
-    assert measures.kept(made_up, "attention", "rms", 1).item() == pytest.approx(1e-2)
-    assert measures.kept(made_up, "attention", "relative", 1).item() == pytest.approx(0.1)
+    assert measures.residual_ratio(made_up, "attention", "rms", 1).item() == pytest.approx(1e-2)
+    assert measures.residual_ratio(made_up, "attention", "relative", 1).item() == pytest.approx(0.1)
     assert measures.bound_ratio(made_up).item() == 0.7
     assert measures.paper_ratio(made_up).item() == 0.3
     assert measures.survivors(made_up, 1.0).item() == 0.0

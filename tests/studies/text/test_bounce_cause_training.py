@@ -180,8 +180,8 @@ def test_loss_and_entropy_of_the_training_text_are_measured_without_dropout(text
     measures = measure(model, 0, text=small, half=False)
     losses = [model.surprisal(*small.window(torch.tensor(step))).mean(dim=(1, 2)) for step in range(3)]
     torch.testing.assert_close(measures["train_loss"].float(), torch.stack(losses).mean(dim=0), rtol=1e-5, atol=0)
-    everything = small.train[:, :-1].reshape(-1, 8)
-    (attention,) = model.activations(everything, ["attention"])["attention"]
+    all_tokens = small.train[:, :-1].reshape(-1, 8)
+    (attention,) = model.activations(all_tokens, ["attention"])["attention"]
     entropy = torch.special.entr(attention).sum(-1).mean(dim=(1, 3))
     torch.testing.assert_close(measures["train_entropy"][:, 0].float(), entropy, rtol=1e-5, atol=0)
 

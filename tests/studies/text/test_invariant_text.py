@@ -135,13 +135,13 @@ def test_one_scale_is_judged_by_what_it_explains(factors):
     prediction = growth.values / 2
     change, prediction = (values - values.mean(-1, keepdims=True) for values in (change, prediction))
     for seed, value in enumerate(scale_loss(run, "exp").values):
-        one = (change[seed] * prediction[seed]).sum() / (prediction[seed] ** 2).sum()
+        scale = (change[seed] * prediction[seed]).sum() / (prediction[seed] ** 2).sum()
         differences = []
         for step in (1, 3):
             y, x = change[seed, step], prediction[seed, step]
-            explained = 1 - ((y - one * x) ** 2).sum() / (y**2).sum()
-            own = 1 - ((y - (y @ x) / (x @ x) * x) ** 2).sum() / (y**2).sum()
-            differences.append(explained - own / 2)
+            explained = 1 - ((y - scale * x) ** 2).sum() / (y**2).sum()
+            best_explained = 1 - ((y - (y @ x) / (x @ x) * x) ** 2).sum() / (y**2).sum()
+            differences.append(explained - best_explained / 2)
         assert value == pytest.approx(min(differences), rel=1e-9)
     if factors == (2.0, 2.0):
         assert float(scale_loss(run, "exp").min()) > 0.1

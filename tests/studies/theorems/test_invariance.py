@@ -99,17 +99,17 @@ def test_a_prediction_is_compared_with_the_logits_of_other_seeds():
     logits = np.linalg.qr(np.vander(np.linspace(-1, 1, 8), 4, increasing=True))[0].T[1:]  # their means are 0
     shape = (3, 1, 1, 1, 8)
     dims = ("seed", *axes, "token")
-    made = xr.Dataset(
+    run = xr.Dataset(
         {
             "law": (dims, logits.reshape(shape)),
             "predicted": ((*dims, "correction"), logits.reshape(*shape, 1)),
         },
         {**axes, "seed": [0, 1, 2], "correction": ["none"]},
     )
-    np.testing.assert_allclose(own_gain(made, "gaussian"), 1.0)
-    swapped = made.assign(predicted=made.predicted.roll(seed=1))
+    np.testing.assert_allclose(own_gain(run, "gaussian"), 1.0)
+    swapped = run.assign(predicted=run.predicted.roll(seed=1))
     np.testing.assert_allclose(own_gain(swapped, "gaussian"), -0.5, atol=1e-12)
-    same = made.assign(predicted=made.predicted.isel(seed=[0, 0, 0]).assign_coords(seed=[0, 1, 2]))
+    same = run.assign(predicted=run.predicted.isel(seed=[0, 0, 0]).assign_coords(seed=[0, 1, 2]))
     np.testing.assert_allclose(own_gain(same, "gaussian"), [1.0, -0.5, -0.5], atol=1e-12)
 
 

@@ -65,11 +65,11 @@ def test_uniform_attention_has_entropy_one():
 
 
 def test_losses_are_cross_entropies_of_the_class_or_of_the_next_tokens():
-    one = Task(SMALL, CONTEXT, [BASE])
-    model, contexts = model_of(one), one.draw(4, 5)
+    task = Task(SMALL, CONTEXT, [BASE])
+    model, contexts = model_of(task), task.draw(4, 5)
     outputs = model(contexts.frequency)
     expected = [F.cross_entropy(y, label) for y, label in zip(outputs, contexts.label, strict=True)]
-    torch.testing.assert_close(one.losses(model, contexts), torch.stack(expected))
+    torch.testing.assert_close(task.losses(model, contexts), torch.stack(expected))
     arms = Task(SMALL, CONTEXT, [ALL, ARMS["last-free"]])
     model, contexts = model_of(arms), arms.draw(4, 5)
     outputs, target = model(contexts.token[..., :-1]), contexts.token[..., 1:]

@@ -14,11 +14,11 @@ from joma.studies.related.rank_collapse_measures import (
     bound_ratio,
     decade_slope,
     error_slope,
-    kept,
     leading_error,
     median_order,
     order,
     paper_ratio,
+    residual_ratio,
     survivors,
 )
 from joma.study import Claim, Context, Drawing, Preset, Study, above, at_least, at_most, between, near
@@ -213,7 +213,7 @@ CLAIMS = (
     Claim(
         "skip",
         "With skip connections residuals do not vanish.",
-        lambda run: kept(run, "skip", "rms", 6),
+        lambda run: residual_ratio(run, "skip", "rms", 6),
         between(0.8, 1.5),
         kind="reading",
         quantity="root mean square residual after 6 layers over that of the input",
@@ -221,7 +221,7 @@ CLAIMS = (
     Claim(
         "mlp",
         "MLPs after attention stop the collapse.",
-        lambda run: kept(run, "MLP", "rms", 4),
+        lambda run: residual_ratio(run, "MLP", "rms", 4),
         at_least(0.1),
         kind="reading",
         quantity="root mean square residual after 4 layers over that of the input; MLPs of He's scale, no skip",
@@ -229,7 +229,7 @@ CLAIMS = (
     Claim(
         "mlp-strong",
         "MLPs ten times as strong stop the collapse.",
-        lambda run: kept(run, "strong MLP", "relative", 6),
+        lambda run: residual_ratio(run, "strong MLP", "relative", 6),
         at_least(0.1),
         kind="reading",
         quantity="share of the residual in the tokens' norm after 6 layers over that of the input",
@@ -274,7 +274,7 @@ def outcome(run: xr.Dataset) -> str:
         f"After three layers the median residual is {residual['attention']:.0e} without skip connections, "
         f"{residual['MLP']:.0e} with MLPs too, and the last layer raises it to the power "
         f"{median_order(run, 'attention'):.2f}. With skip connections it is "
-        f"{float(kept(run, 'skip', 'rms', last).mean()):.2f} "
+        f"{float(residual_ratio(run, 'skip', 'rms', last).mean()):.2f} "
         f"of the input's after {last} layers. MLPs ten times as strong delay the collapse: the residual is "
         f"{strong[0]:.2g} of the tokens' norm after three layers, {strong[1]:.0e} after {min(6, last)}. With scores "
         f"{float(run.score_scale[-1]):g} times as large {share:.0f} % of the stacks do not collapse."

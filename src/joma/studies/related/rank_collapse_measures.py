@@ -38,7 +38,7 @@ def median_order(run: xr.Dataset, arm: str) -> float:
     return float(order(run, arm, int(run.layer[-1])).median())
 
 
-def kept(run: xr.Dataset, arm: str, kind: str, layer: int) -> xr.DataArray:
+def residual_ratio(run: xr.Dataset, arm: str, kind: str, layer: int) -> xr.DataArray:
     """Return an arm's residual after a layer over that of the input, `rms` or `relative` to the tokens, per seed."""
     logs = run[f"log10_{kind}"].sel(arm=arm, drop=True)
     return 10 ** (select(logs, layer=layer) - select(logs, layer=0))

@@ -44,7 +44,7 @@ Measure = Callable[[xr.Dataset], xr.DataArray]
 BROKEN = BlockSetting("exp", "gelu")  # in which the breakers are switched on
 EARLY = 5  # "early" is after this fraction of training, 1/5
 ROUNDING = 1e-10  # the largest error that float64 may leave after 2,000 steps
-KEPT = 0.01  # the law is kept up to 1 % of what there was to predict
+MAX_LAW_ERROR = 0.01  # the law is kept up to 1 % of what there was to predict
 CHANCE = 0.444  # |correlation| that 20 independent pairs of normal numbers exceed in 5 % of draws
 FIGURE_2 = {"attention": "softmax", "activation": "linear"}
 
@@ -152,7 +152,7 @@ def _breaks(breaker: str) -> Claim:
         f"breaks-{breaker}",
         BREAKING[breaker],
         lambda run: worst(at_end(run, "broken", breaker=breaker), least=True),
-        at_least(KEPT),
+        at_least(MAX_LAW_ERROR),
         kind="control",
         quantity=f"{FINITE_STEP}, exp attention, GELU units; the smaller of both kinds of tokens, at the end",
     )
@@ -264,7 +264,7 @@ FIGURE_CLAIMS = (
         "ledger-flow",
         "SGD's finite steps add at most 1 % of the logits' change to the error of Figure 2's prediction.",
         lambda run: worst(at_end(run, "error", attention="softmax", correction="gap")),
-        at_most(KEPT),
+        at_most(MAX_LAW_ERROR),
         kind="check",
         quantity="‖z − ẑ + drift + gap‖ / ‖z − z(0)‖ at the end, softmax attention; largest over units and tokens",
     ),
@@ -282,7 +282,7 @@ LAW_CLAIMS = (
         "linear",
         "Theorem 1, linear attention: the law holds within 1 % along 2,000 steps of SGD at rate 0.1.",
         lambda run: worst(at_end(run, "error", attention="linear", correction="none")),
-        at_most(KEPT),
+        at_most(MAX_LAW_ERROR),
         kind="control",
         quantity="‖z² − prediction‖ / ‖z² − z(0)²‖ over tokens, at the end, largest over units and kinds of tokens",
     ),
@@ -290,7 +290,7 @@ LAW_CLAIMS = (
         "exp-small-rate",
         "Theorem 1, exp attention: the law holds within 1 % along 2,000 steps of SGD at rate 0.01.",
         lambda run: worst(run.small.isel(step=-1)),
-        at_most(KEPT),
+        at_most(MAX_LAW_ERROR),
         kind="control",
         quantity=f"{RELATIVE}, at the end, largest over linear and GELU units and kinds of tokens",
     ),
@@ -298,7 +298,7 @@ LAW_CLAIMS = (
         "exp",
         "Theorem 1, exp attention: the law holds within 1 % along 2,000 steps of SGD at rate 0.1.",
         lambda run: worst(at_end(run, "error", attention="exp", correction="none")),
-        at_most(KEPT),
+        at_most(MAX_LAW_ERROR),
         kind="control",
         quantity=f"{RELATIVE}, at the end, largest over units and kinds of tokens",
     ),
@@ -306,7 +306,7 @@ LAW_CLAIMS = (
         "exp-long",
         "Theorem 1, exp attention: the law holds within 1 % along 20,000 steps of SGD at rate 0.01.",
         long_error,
-        at_most(KEPT),
+        at_most(MAX_LAW_ERROR),
         kind="control",
         quantity=f"{RELATIVE}, exp attention, linear units, rate 0.01, larger of both kinds of tokens, at the end",
         presets=("paper",),
@@ -339,7 +339,7 @@ LAW_CLAIMS = (
         "unequal-flow",
         "Theorem 1, unequal rates: the laws of linear and exp attention hold within 1 % along SGD.",
         lambda run: worst(run.unequal.isel(step=-1).sel(attention=["linear", "exp"], correction="none")),
-        at_most(KEPT),
+        at_most(MAX_LAW_ERROR),
         kind="control",
         quantity=f"{RELATIVE} with κ = 4, GELU units, at the end; largest over attentions and kinds of tokens",
     ),
@@ -347,7 +347,7 @@ LAW_CLAIMS = (
         "residual",
         "As the slides remark, Theorem 1's law also holds with a residual connection around the MLP.",
         residual_error,
-        at_most(KEPT),
+        at_most(MAX_LAW_ERROR),
         kind="reading",
         quantity=f"{FINITE_STEP}, exp attention, GELU units, rate 0.1; smaller of both kinds of tokens, at the end",
     ),
@@ -355,7 +355,7 @@ LAW_CLAIMS = (
         "residual-small-rate",
         "A smaller learning rate restores Theorem 1's law with a residual connection around the MLP.",
         small_rate_residual_error,
-        at_most(KEPT),
+        at_most(MAX_LAW_ERROR),
         kind="control",
         quantity=f"{FINITE_STEP}, exp attention, GELU units, rate 0.01; smaller of both kinds of tokens, at the end",
     ),

@@ -89,9 +89,9 @@ def train(config: UnitsConfig, context: Context) -> xr.Dataset:
         return cross_entropy_by_row(model(x))
 
     def measure(model: Block, _step: int) -> dict[str, Tensor]:
-        everything, b = torch.ones_like(x[:, :1]), model.attend(x)
+        all_tokens, b = torch.ones_like(x[:, :1]), model.attend(x)
         return {
-            "entropy": shannon_entropy(_normalised(model.attend(everything)[:, 0])),
+            "entropy": shannon_entropy(_normalised(model.attend(all_tokens)[:, 0])),
             "entropy_contexts": shannon_entropy(_normalised(b)).mean(-1),
         }
 

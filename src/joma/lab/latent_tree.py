@@ -1,10 +1,10 @@
 # A cell shows its last expression, which is therefore not unused.
 # pyright: reportUnusedExpression=false
-"""Page *A hierarchy*: a latent tree, the co-occurrence of its tokens by Theorem 5, and training that follows it."""
+"""Page *Latent tree*: a latent tree, the co-occurrence of its tokens by Theorem 5, and training that follows it."""
 
 import marimo
 
-app = marimo.App(width="medium", app_title="A hierarchy")
+app = marimo.App(width="medium", app_title="Latent tree")
 
 with app.setup(hide_code=True):
     from types import SimpleNamespace
@@ -43,7 +43,7 @@ run = run.merge(hidden_tokens.predictions(tree))  # gain of mutual attention bes
 @app.cell(hide_code=True)
 def _():
     mo.md(r"""
-    # A hierarchy
+    # Tokens of a latent tree, and the order in which attention learns them
 
     A class sits at the root, latents in the levels below, and 16 tokens at the leaves. Each node copies its parent with
     probability $(1+\rho)/2$. Two tokens whose lowest common ancestor stands at height $H$ above them, in a tree of

@@ -1,10 +1,10 @@
 # A cell shows its last expression, which is therefore not unused.
 # pyright: reportUnusedExpression=false
-"""Page *Who knows the order?*: rearrange a word by hand and see which predictions of a decoder move."""
+"""Page *Token order*: rearrange a word by hand and see which predictions of a decoder move."""
 
 import marimo
 
-app = marimo.App(width="medium", app_title="Who knows the order?")
+app = marimo.App(width="medium", app_title="Token order")
 
 with app.setup(hide_code=True):
     from functools import lru_cache
@@ -44,7 +44,7 @@ gap = joma.permutation_gap(model, [tokens])  # the most that any order of the ea
 @app.cell(hide_code=True)
 def _():
     mo.md(r"""
-    # Who knows the order?
+    # Which predictions depend on the order of the tokens?
 
     A decoder with random weights reads a word, letter by letter, and predicts a next letter after each. Exchange two
     letters before the last one: does the prediction after the last letter move? Attention is a weighted *sum* over what

@@ -1,4 +1,4 @@
-"""The page Who knows the order?: it runs as a script, its code gives its numbers, and a bad word is a sentence."""
+"""The page Token order: it runs as a script, its code gives its numbers, and a bad word is a sentence."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import pytest
 
 from joma.arguments import InputError
 from joma.drawing import png
-from joma.lab import who_knows_the_order as page
+from joma.lab import token_order as page
 from lab_pages import run_as_script, run_code, run_page, widget
 
 
@@ -17,7 +17,7 @@ def settings(**changes):
 
 
 def test_the_page_runs_as_a_script_without_a_network(tmp_path):
-    run_as_script("who-knows-the-order", tmp_path)
+    run_as_script("token-order", tmp_path)
 
 
 @pytest.mark.parametrize("inputs", [settings(), settings(word="ABC", order=[1, 0, 2], layers=2, encoding="rotary")])

@@ -5,14 +5,14 @@ import pytest
 import xarray as xr
 
 from joma.drawing import png
-from joma.lab import the_invariant as page
+from joma.lab import invariant as page
 from lab_pages import run_as_script, run_code, run_page
 
 INPUTS = {"attention": "softmax", "activation": "linear", "breaker": "none", "rate": 0.5, "kappa": 1.0, "step": 300}
 
 
 def test_the_page_runs_as_a_script_without_a_network(tmp_path):
-    run_as_script("the-invariant", tmp_path)
+    run_as_script("invariant", tmp_path)
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention": "exp", "activation": "gelu", "breaker": "decay", "step": 45}])

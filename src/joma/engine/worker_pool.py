@@ -33,7 +33,7 @@ MAX_UNREAD = 1000  # events; while more are unread, no unit starts and no progre
 Event = Result | Report | BaseException
 
 
-class Crew:
+class WorkerPool:
     """Worker processes, the schedule of their units, and the thread that looks after them.
 
     Args:
@@ -57,7 +57,7 @@ class Crew:
         self._cancelled: list[threading.Event] = []  # to be set when they have ended
         self._look_time = 0.0
         self._is_open = True
-        self._thread = threading.Thread(target=self._run, name="crew", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="worker pool", daemon=True)
         self._thread.start()
 
     def use(self, machine: Machine) -> None:

@@ -1,4 +1,4 @@
-"""The page A hierarchy: it runs as a script, and its code gives its numbers, those of an enumeration too."""
+"""The page Latent tree: it runs as a script, and its code gives its numbers, those of an enumeration too."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 from joma.drawing import png
-from joma.lab import a_hierarchy as page
+from joma.lab import latent_tree as page
 from lab_pages import run_as_script, run_code, run_page
 
 INPUTS = SimpleNamespace(branching=(2, 2, 4), p_child=[[0.5, -0.2], [-0.3, -0.2]], rho=0.7, layers=1)
@@ -15,7 +15,7 @@ SHORT = {**page.TRAINING, "steps": 6, "pool": 6, "moments": 3}
 
 
 def test_the_page_runs_as_a_script_without_a_network(tmp_path):
-    run_as_script("a-hierarchy", tmp_path)
+    run_as_script("latent-tree", tmp_path)
 
 
 def test_the_code_to_copy_gives_the_numbers_of_the_page(monkeypatch):
