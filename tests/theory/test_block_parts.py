@@ -64,11 +64,11 @@ def test_bad_queries_are_named(query):
 def test_both_flows_are_set_up_on_the_same_samples():
     x, weight = [[0.5, 0.5], [0.2, 0.8]], [0.25, 0.75]
     given = {"x": x, "query": [0, 1], "weight": weight}
-    one = block("softmax", "tanh", constant(1.0), **given)
-    other = value_block("softmax", "tanh", constant(1.0), **given)
+    block_flow = block("softmax", "tanh", constant(1.0), **given)
+    value_flow = value_block("softmax", "tanh", constant(1.0), **given)
     for name in WeightedSamples._fields[2:]:
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    np.testing.assert_array_equal(one.weight, weight)
+        np.testing.assert_array_equal(getattr(block_flow, name), getattr(value_flow, name))
+    np.testing.assert_array_equal(block_flow.weight, weight)
     np.testing.assert_array_equal(value_block("softmax", "tanh", constant(1.0), x).weight, [0.5, 0.5])
 
 

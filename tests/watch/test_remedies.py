@@ -100,9 +100,9 @@ def test_a_model_that_is_a_single_function_is_told_to_be_put_into_another() -> N
 
 
 def recorder(**options: Any) -> Recorder:
-    made = Recorder(encoder(), X, **{"at": 1, "strict": True, **options})
-    made(0)
-    return made
+    after_a_probe = Recorder(encoder(), X, **{"at": 1, "strict": True, **options})
+    after_a_probe(0)
+    return after_a_probe
 
 
 def watched(model: nn.Module | None = None, **options: Any) -> Any:

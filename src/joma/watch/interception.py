@@ -149,7 +149,8 @@ class Interceptor(TorchFunctionMode):
         call = AttentionCall(query, key, mask=mask, causal=causal, **options)
         active = self.active
         call = _in_order(call, active[0].call_stack[-1].module) if active else call
-        if active and query.ndim == 3 and key.shape[:1] == query.shape[:1]:
+        ordered = cast(Tensor, call.query)
+        if active and ordered.ndim == 3 and ordered.shape[:1] == cast(Tensor, call.key).shape[:1]:
             self._measure_merged(call, active[0])
         else:
             self.measure(call)
