@@ -101,7 +101,7 @@ PHASES = (
         at_most(0.2),
         kind="control",
         quantity="largest over smallest mean error of even pairs times ‖u‖², less 1, over the last two decades of the "
-        "flow; largest over worlds, and the bound is ours",
+        "flow; largest over the maximum lengths, and the bound is ours",
     ),
     Claim(
         "square-growth",
@@ -109,7 +109,7 @@ PHASES = (
         square_growth,
         at_least(2.0),
         kind="control",
-        quantity="‖u‖² at the end over that two decades before, along the flow; least over worlds",
+        quantity="‖u‖² at the end over that two decades before, along the flow; least over the maximum lengths",
     ),
     Claim(
         "flow",
@@ -127,7 +127,7 @@ PHASES = (
         at_most(10 * even_pairs_training.SOLVER.rtol),
         kind="theorem",
         quantity="relative error of Σ_m W_m predicted from u with drift and gap, at the end of the flow; largest over "
-        "worlds; the bound is ten times the integrator's relative tolerance",
+        "the maximum lengths; the bound is ten times the integrator's relative tolerance",
     ),
 )
 PARITY = (
@@ -224,8 +224,8 @@ STUDY = Study(
             even_pairs_figures.draw_phases,
             "Even pairs. (a) Norms of the linear layer and of attention's logits, and the loss, over time, trained "
             "with the largest learning rate; the vertical line is where all answers are right. (b) The same norms "
-            "along the flow in each world. (c) Attention's error times ‖u‖² along the flow levels off; solid: even "
-            "pairs, dashed: odd pairs. (d) Accuracy of parity: bars from the lowest to the highest seed.",
+            "along the flow for each maximum length. (c) Attention's error times ‖u‖² along the flow levels off; "
+            "solid: even pairs, dashed: odd pairs. (d) Accuracy of parity: bars from the lowest to the highest seed.",
         ),
     },
 )

@@ -276,7 +276,7 @@ STUDY = Study(
         "A minimal model of two attention layers (one looks back by position, one compares symbols) is trained by SGD "
         "on chains of lag 1 and 2, on doubly stochastic chains, which have no unigram to learn, and with two parents. "
         "Beside it is an exact law for its gradient. At preset paper a Transformer of attention layers alone is "
-        "trained too, with two layers and with one."
+        "trained too, with two layers and with one. Each kind of chain is called a world."
     ),
     version=1,
     presets={

@@ -106,7 +106,8 @@ REDUCED_CLAIMS = (
     ),
     Claim(
         "reduced-ends",
-        "The reduced model ends at H(π) if weights are tied and p + q > 1, and else at the entropy rate.",
+        "The reduced model ends at H(π) if weights are tied and p + q > 1, and else, from almost every start, at the "
+        "entropy rate.",
         reduced_error,
         at_most(1e-5),
         kind="control",

@@ -69,14 +69,15 @@ STUDY = Study(
         "4): JoMA credits the activation with the return."
     ),
     about=(
-        "The block with cross entropy, on all contexts of small worlds with their exact probabilities. If tokens are "
-        "independent given the class, linear units under uniform attention hold the Bayes optimum (naive Bayes; the "
-        "proof is in docs/ladder.md), so that attention which turned sparse on the way must come back. We solve the "
-        "block's flow with linear and GELU units, cross entropy and a constant gradient, in worlds whose optimum has "
-        "uniform attention, has sparser attention, or lies at infinity. In further worlds the optimum is searched for, "
-        "or planted, and predicts where entropy ends and whether it comes back; worlds that have not arrived there are "
-        "not judged. A block is trained by SGD along the flow. Beside it, models between this block and a one-layer "
-        "language model are trained on sampled tokens, each with one premise switched."
+        "The block with cross entropy, on all contexts of small data distributions (worlds) with their exact "
+        "probabilities. If tokens are independent given the class, linear units under uniform attention hold the Bayes "
+        "optimum (naive Bayes; the proof is in docs/ladder.md), so that attention which turned sparse on the way must "
+        "come back. We solve the block's flow with linear and GELU units, cross entropy and a constant gradient, in "
+        "worlds whose optimum has uniform attention, has sparser attention, or lies at infinity. In further worlds the "
+        "optimum is searched for, or chosen beforehand (planted), and predicts where entropy ends and whether it comes "
+        "back; worlds that have not arrived there are not judged. A block is trained by SGD along the flow. Beside it, "
+        "models between this block and a one-layer language model are trained on sampled tokens, each with one premise "
+        "switched."
     ),
     version=2,
     presets={

@@ -358,7 +358,7 @@ LADDER_CLAIMS = (
         }.items()
     ),
 )
-# Why product logits bounce at all positions and free ones do not: both hold the same functions, whose optimum has
+# Why product logits bounce at all positions and free ones do not: both express the same functions, whose optimum has
 # sparse attention. The two arms of `speed-free` start from the same logits, and so do those of `speed-product`. Product
 # logits start larger than free ones, so that the arms of `overshoot` and `no-overshoot` differ in that too.
 # While weights are small the loss is nearly linear in attention, and the best attention for them is sparser than at the
@@ -401,7 +401,7 @@ SPEED_CLAIMS = (
         at_most(VISIBLE_FALL),
         kind="check",
         quantity="difference of the entropies at the two optima, at all positions: products have full rank, so that "
-        "both hold the same functions; a fall of 0.02 counts as visible",
+        "both can express the same functions; a fall of 0.02 counts as visible",
         across="mean",
     ),
     Claim(
