@@ -302,6 +302,9 @@ def test_the_outcome_lists_the_gaps_of_each_arm(frozen_early):
     assert outcome(shifted) == (
         "With 1, 2 layers the final loss differs from the free run's by +0.200, +0.200 nats with W_Q and W_K frozen."
     )
+    clamped = outcome(shifted.assign_coords(arm=["free", "clamped"]))  # 12.706 · 0.1 on both sides of the mean
+    gap = "+0.2000 (-1.0706 to +1.4706)"
+    assert f"by {gap}, {gap} nats with entropy clamped. In brackets: 95 % intervals over seeds." in clamped
     with pytest.raises(NotInRun):
         outcome(frozen_early.sel(arm=["free"]))
 

@@ -246,7 +246,7 @@ def _claims(depth: int, presets: tuple[str, ...]) -> tuple[Claim, ...]:
 
 
 def outcome(run: xr.Dataset) -> str:
-    """Return what came out: the loss gap of each arm by depth, mean over seeds."""
+    """Return what came out: the mean loss gap of each arm by depth, with an interval over seeds for clamped entropy."""
     depths = run.depth.values.tolist()
     arms = {
         "clamped": "entropy clamped",
@@ -255,7 +255,7 @@ def outcome(run: xr.Dataset) -> str:
         "frozen": "W_Q and W_K never trained",
     }
     parts = [
-        f"{', '.join(f'{float(loss_gap(run, depth, arm).mean()):+.3f}' for depth in depths)} nats with {label}"
+        f"{', '.join(_mean_gap(run, depth, arm) for depth in depths)} nats with {label}"
         for arm, label in arms.items()
         if arm in run.arm
     ]
@@ -263,7 +263,16 @@ def outcome(run: xr.Dataset) -> str:
         raise NotInRun("arm but the free one")
     listed = ", ".join(map(str, depths))
     layers = f"{listed} layer{'s' * (depths != [1])}"
-    return f"With {layers} the final loss differs from the free run's by {'; by '.join(parts)}."
+    brackets = " In brackets: 95 % intervals over seeds." if "clamped" in run.arm and run.sizes["seed"] > 1 else ""
+    return f"With {layers} the final loss differs from the free run's by {'; by '.join(parts)}.{brackets}"
+
+
+def _mean_gap(run: xr.Dataset, depth: int, arm: str) -> str:
+    gap = loss_gap(run, depth, arm)
+    if arm != "clamped" or gap.size < 2:
+        return f"{float(gap.mean()):+z.3f}"
+    low, high = mean_interval(gap.values)
+    return f"{float(gap.mean()):+z.4f} ({low:+z.4f} to {high:+z.4f})"
 
 
 CLAIMS = (
