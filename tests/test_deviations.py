@@ -415,7 +415,7 @@ def said_of_permutation():
 
 def said_of_rank_collapse():
     stored = Stored("rank-collapse")
-    largest = float(rank_collapse_measures.kept(stored.run, "MLP", "rms", 4).max())
+    largest = float(rank_collapse_measures.residual_ratio(stored.run, "MLP", "rms", 4).max())
     yield f"in {stored.run.sizes['seed']} seeds the residual after four layers is at most {largest:.0e} of that"
 
 

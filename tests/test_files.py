@@ -433,7 +433,7 @@ def test_a_temporary_file_that_the_file_system_denies_is_not_left(tmp_path, monk
         ("path", lambda value: unpack({}, value)),
         ("path", lambda value: judge(TOY, value)),
         ("out", lambda value: execute(TOY, out=value)),
-        ("out", lambda value: shard_of(TOY, [0], of=2, out=value)),
+        ("out", lambda value: shard_of(TOY, [0], seed_count=2, out=value)),
         ("cache", lambda value: corpus(cache=value or 3.0)),
     ],
 )

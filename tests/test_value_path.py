@@ -60,11 +60,16 @@ def test_what_the_error_of_plain_sgd_depends_on(stored):
     run = stored.run.sel(rates="equal", law=["exp", "linear"])
     falls = (run.loss.diff("step") <= 0).all("step")
     errors = run.sgd.isel(step=-1).sel(correction="none")
-    numbers = " and ".join(str(int(count)) for count in falls.sum("seed"))
-    assert f"it ends at {float(errors.where(falls).max()):.4f} or less in the seeds whose loss falls" in PAGE
-    assert f"({numbers} of {run.sizes['seed']})" in PAGE
-    assert "above 0.02 in those whose loss rises" in PAGE
-    assert float(errors.where(~falls).min()) > 0.02
+    predicted = errors < 0.02
+    assert bool(falls.where(predicted, other=True).all())
+    words = {3: "three", 6: "six", 10: "ten"}
+    numbers = " and ".join(words[int(count)] for count in predicted.sum("seed"))
+    largest = (
+        f"it ends at {float(errors.where(predicted).max()):.4f} or less in {numbers} of {words[run.sizes['seed']]}"
+    )
+    assert f"{largest} seeds, whose loss falls from record to record, and above 0.02 in the others" in PAGE
+    assert int((falls & ~predicted).sum()) == 2
+    assert "in all but two of these a record shows the loss rise" in PAGE
 
 
 ABOVE = {
@@ -109,9 +114,11 @@ def test_the_ladder(stored):
 
 
 def test_what_the_ladder_decides(stored):
-    """Correlations up to logits q·k are above zero, later intervals contain it; no error is shown to be below 1."""
+    """Correlations up to logits q·k are above zero, later intervals contain it; one error barely is below 1."""
     for rung in RUNGS:
         low, high = stored.measured[f"correlated-{rung}"]["interval"]
         assert (low > 0) == (rung not in ("learned", "adam")), rung
         assert high > 0, rung
-        assert stored.measured[f"informative-{rung}"]["interval"][1] > 1, rung
+        assert (stored.measured[f"informative-{rung}"]["interval"][1] < 1) == (rung == "block"), rung
+    end = stored.measured["informative-block"]["interval"][1]
+    assert f"there the 95 % interval of the error ends at {end:.3f} in this run" in PAGE

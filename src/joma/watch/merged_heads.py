@@ -25,6 +25,7 @@ def merged_heads(modules: Sequence[nn.Module], arguments: Iterable[Any], sizes: 
         arguments: what they were called with.
         sizes: the lengths of the first axis, of the queries and of the keys.
 
+    >>> import torch
     >>> attention = nn.MultiheadAttention(8, num_heads=2)
     >>> merged_heads([attention], [torch.ones(3, 5, 8)], (6, 5, 5)), merged_heads([attention], [], (6, 5, 5))
     (2, None)

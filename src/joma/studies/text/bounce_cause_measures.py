@@ -50,7 +50,7 @@ def has_even_probes(run: xr.Dataset) -> bool:
 def _first_even_probe(steps: np.ndarray) -> int:
     """Return the number of the probe from which they are evenly spaced, but for the last, which is at the end."""
     spacing = np.diff(steps)[:-1]
-    uneven = np.flatnonzero(spacing != spacing[-1])
+    uneven = np.flatnonzero(spacing != spacing[-1:])
     first = int(uneven[-1]) + 1 if uneven.size else 0
     if first >= spacing.size - 1:
         raise NotInRun("probes that are evenly spaced")
