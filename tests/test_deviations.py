@@ -21,12 +21,13 @@ DEVIATIONS = " ".join((ROOT / "docs" / "deviations.md").read_text(encoding="utf-
 
 
 class Stored:
-    """A stored run, and the measured values of its claims as text."""
+    """A stored run, the verdicts on its claims, and their measured values as text."""
 
     def __init__(self, study):
         (path,) = (path for path in RUNS if path.parent.name == study)
-        self.run = open_run(path)
-        self.measured = {claim["name"]: claim["measured"] for claim in read_claims(path).claims}
+        self.run, claims = open_run(path), read_claims(path).claims
+        self.measured = {claim["name"]: claim["measured"] for claim in claims}
+        self.verdicts = {claim["name"]: claim["verdict"] for claim in claims}
 
     def mean(self, claim, digits=2):
         return f"{self.measured[claim]['mean']:.{digits}f}"

@@ -2,36 +2,26 @@
 
 import pytest
 
-from joma.runs import open_run, read_claims
 from joma.studies.text.bounce_cause_arms import ARMS
 from joma.studies.text.bounce_cause_measures import recovery
-from test_docs import ROOT, RUNS
+from test_deviations import Stored
+from test_docs import ROOT
 
 PAGE = (ROOT / "docs" / "bounce-cause.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split()).replace("−", "-")
 
 
 @pytest.fixture(scope="module")
-def folder():
-    (path,) = (path for path in RUNS if path.parent.name == "bounce-cause")
-    return path
-
-
-@pytest.fixture(scope="module")
-def run(folder):
-    return open_run(folder)
-
-
-@pytest.fixture(scope="module")
-def measured(folder):
-    return {claim["name"]: claim["measured"] for claim in read_claims(folder).claims}
+def stored():
+    return Stored("bounce-cause")
 
 
 def with_range(values):
     return f"{float(values.mean()):.2f} ({float(values.min()):.2f} to {float(values.max()):.2f})"
 
 
-def test_the_table_has_every_arm_of_the_stored_run(run):
+def test_the_table_has_every_arm_of_the_stored_run(stored):
+    run = stored.run
     _, *rows = (line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| "))
     expected = []
     for arm in run.arm.values.tolist():
@@ -74,5 +64,5 @@ def sentences(run, measured):
     yield "of the unchanged model in one seed of three"
 
 
-def test_the_numbers_of_its_sentences_are_those_of_the_stored_run(run, measured):
-    assert [sentence for sentence in sentences(run, measured) if sentence not in TEXT] == []
+def test_the_numbers_of_its_sentences_are_those_of_the_stored_run(stored):
+    assert [sentence for sentence in sentences(stored.run, stored.measured) if sentence not in TEXT] == []

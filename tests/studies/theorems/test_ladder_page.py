@@ -1,26 +1,16 @@
 """What `docs/ladder.md` says of the stored run is what the run says: the argument about the speed of logits."""
 
-import pytest
-
-from joma.runs import open_run, read_claims
 from joma.studies.theorems.ladder_training import optimal_entropy, settled_entropy, share_regained
-from test_docs import ROOT, RUNS
+from test_deviations import Stored
+from test_docs import ROOT
 
 PAGE = " ".join((ROOT / "docs" / "ladder.md").read_text(encoding="utf-8").split())
 
 
-@pytest.fixture(scope="module")
-def folder():
-    (path,) = (path for path in RUNS if path.parent.name == "ladder")
-    return path
-
-
-def sentences(folder):
-    run = open_run(folder)
-    claims = {claim["name"]: claim for claim in read_claims(folder).claims}
-    measured = {name: claim["measured"] for name, claim in claims.items()}
+def sentences(stored):
+    run, measured = stored.run, stored.measured
     steps = "same-optimum", "early-weights", "product-speed", "overshoot", "no-overshoot", "speed-free", "speed-product"
-    assert {claims[name]["verdict"] for name in steps} == {"holds"}
+    assert {stored.verdicts[name] for name in steps} == {"holds"}
     yield "Each step of the argument is a claim, and each holds"
 
     assert float(run.trained_optimum_gradient.max()) < 1e-6
@@ -57,5 +47,5 @@ def sentences(folder):
     yield f"in each of the first eight seeds by {low:.2f} to {high:.2f}"
 
 
-def test_the_page_has_the_numbers_of_the_stored_run(folder):
-    assert [sentence for sentence in sentences(folder) if sentence not in PAGE] == []
+def test_the_page_has_the_numbers_of_the_stored_run():
+    assert [sentence for sentence in sentences(Stored("ladder")) if sentence not in PAGE] == []
