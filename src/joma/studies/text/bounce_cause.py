@@ -46,7 +46,7 @@ PAPER_ARMS = (
     "linear", "mlp", "no-norm", "one-adam", "sgd", "dropout-embedding", "dropout-published",
     "linear-dropout-embedding", "linear-dropout-published", "value-path", "value", "projection", "query-key",
     "embedding", "head", "no-positions", "value-path-embedding", "mlp-embedding", "linear-value-path", "mlp-later",
-    "value-path-later", "depth-2", "depth-5", "memorised",
+    "value-path-later", "query-key-later", "embedding-later", "head-later", "depth-2", "depth-5", "memorised",
 )  # fmt: skip
 QUICK_ARMS = ("linear", "mlp", "value-path", "dropout-none", "memorised")
 BEST = ("entropy", "valid_loss", "train_loss")  # of attention trained alone, stored as best_…
