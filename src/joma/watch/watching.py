@@ -19,11 +19,14 @@ from joma.watch.blocks import all_modules, layer_names
 from joma.watch.constants import Constants
 from joma.watch.flash import rebound
 from joma.watch.interception import interception, measured_function
-from joma.watch.module_hooks import Hooks, module_hooks
+from joma.watch.module_hooks import Hooks
 from joma.watch.recording import DEFAULT_MEASURES, Recording
 from joma.watch.registry import wrapped_registry
 from joma.watch.switches import without_compilation, without_fast_path
 from joma.watch.unseen import attention_kind
+
+# Where the layers are that do not call attention if they have no modules inside: linear maps, norms, activations …
+ELEMENTARY = ("torch.nn.modules", "transformers.activations")
 
 
 def check_model(model: Any, modules: Mapping[str, nn.Module] | None = None) -> nn.Module:
@@ -118,8 +121,8 @@ def attention(
         stack.enter_context(wrapped_registry(measured_function))
         stack.enter_context(rebound({type(module).__module__ for module in modules.values()}, measured_function))
         layers = layer_names(modules)
-        stack.enter_context(recording.row_masks.hooks({layers[name]: module for name, module in modules.items()}))
-        stack.enter_context(module_hooks(_hooks(modules, layers, recording)))
+        layer_modules = {layers[name]: module for name, module in modules.items()}
+        stack.enter_context(recording.row_masks.hooks(layer_modules, _hooks(modules, layers, recording)))
         stack.enter_context(interception(recording))
         yield recording
     recording.close()
@@ -129,7 +132,7 @@ def attention(
 def _hooks(modules: Mapping[str, nn.Module], layers: Mapping[str, str], recording: Recording) -> Iterator[Hooks]:
     """Yield hooks that notify `recording` when a module is entered and left, with the name of its layer."""
     for name, module in modules.items():
-        if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
-            continue  # torch's elementary layers (linear maps, norms, …) do not call attention
+        if name and not module._modules and type(module).__module__.startswith(ELEMENTARY):
+            continue
         enter = partial(recording.enter, layers[name], attention_kind(module))
         yield Hooks(module, enter, recording.leave, kwargs=True)
