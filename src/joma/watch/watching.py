@@ -23,10 +23,7 @@ from joma.watch.module_hooks import Hooks
 from joma.watch.recording import DEFAULT_MEASURES, Recording
 from joma.watch.registry import wrapped_registry
 from joma.watch.switches import without_compilation, without_fast_path
-from joma.watch.unseen import attention_kind
-
-# Where the layers are that do not call attention if they have no modules inside: linear maps, norms, activations …
-ELEMENTARY = ("torch.nn.modules", "transformers.activations")
+from joma.watch.unseen import attention_kind, calls_no_attention
 
 
 def check_model(model: Any, modules: Mapping[str, nn.Module] | None = None) -> nn.Module:
@@ -131,8 +128,13 @@ def attention(
 
 def _hooks(modules: Mapping[str, nn.Module], layers: Mapping[str, str], recording: Recording) -> Iterator[Hooks]:
     """Yield hooks that notify `recording` when a module is entered and left, with the name of its layer."""
+    kinds = set(map(type, modules.values()))
+    without_attention = {kind for kind in kinds if calls_no_attention(kind)}
+    elementary = {kind for kind in kinds if kind.__module__.startswith("torch.nn.modules")}  # linear maps, norms, …
     for name, module in modules.items():
-        if name and not module._modules and type(module).__module__.startswith(ELEMENTARY):
+        kind = type(module)
+        is_plain = kind in without_attention and "forward" not in module.__dict__
+        if name and (is_plain or (kind in elementary and not module._modules)):
             continue
         enter = partial(recording.enter, layers[name], attention_kind(module))
         yield Hooks(module, enter, recording.leave, kwargs=True)
