@@ -71,7 +71,10 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
         if self.recorder is not None:
             last = state.global_step >= state.max_steps or control.should_training_stop
             scalars = self.recorder(state.global_step, gradients=False)
-            self._log(scalars or (self.recorder.probe(state.global_step, gradients=False) if last else {}))
+            if last and not scalars:
+                scalars = self.recorder.probe(state.global_step, gradients=False)
+            if scalars:  # nearly all steps have none
+                self._log(scalars)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -102,7 +105,8 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
     ) -> None:
         """Measure the gradients here if nothing has clipped them."""
         del args, state, control, kwargs
-        self._before_clipping.close()
+        if self.options.get("gradients"):
+            self._before_clipping.close()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
