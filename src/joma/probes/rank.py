@@ -233,7 +233,7 @@ def _largest_eigenvalue(a: Float[Tensor, "*batch row row"]) -> Bounds:
     """
     if a.device.type != "cpu":
         return _squaring_bounds(a)
-    if math.isfinite(float(a.sum())):  # one operation, where all entries are finite and their sum too
+    if bool(a.sum().abs() < math.inf):  # where the sum is finite, so are all entries, and none needs a mask
         value = torch.linalg.eigvalsh(a)[..., -1].clamp(min=0)
         return Bounds(value, value)
     finite = a.isfinite().all(dim=-1).all(dim=-1)
