@@ -7,6 +7,7 @@ attributes, and the command line prints them as one line and exits with code 2.
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -228,7 +229,8 @@ def scalar(name: str, value: Any, *, low: float = -np.inf, high: float = np.inf,
     Traceback (most recent call last):
     joma.arguments.InputError: `temperature` must be above 0, got 0; give a larger number.
     """
-    number = float(real(name, value, ndim=0, low=low, high=high))
+    is_good = type(value) is float and low <= value <= high and math.isfinite(value)  # arrays take many times longer
+    number = value if is_good else float(real(name, value, ndim=0, low=low, high=high))
     if above is not None and number <= above:
         raise InputError(name, f"above {above:g}", f"{number:.6g}", "give a larger number")
     return number
