@@ -119,6 +119,7 @@ def test_a_probe_computes_no_loss_that_it_does_not_read(tmp_path: Path) -> None:
         built.train()
         assert callback.recorder is not None
         assert ("labels" in callback.recorder.batch) == has_labels
+        assert ("use_cache" in callback.recorder.batch) != has_labels
         trajectories.append(callback.trajectory)
     assert all(trajectory.equals(trajectories[0]) for trajectory in trajectories)
 

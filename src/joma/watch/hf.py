@@ -36,8 +36,9 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
 
     Args:
         batch: the fixed probe batch, a mapping of the model's arguments; by default the first examples of the training
-            set, at most four, collated by the Trainer's collator, without the labels if these are for a causal
-            language model's loss alone. Its masks select the query positions that count.
+            set, at most four, collated by the Trainer's collator; for transformers' own causal language models without
+            labels and without a cache of keys and values, which would only cost. Its masks select the query positions
+            that count.
         options: as for `joma.watch.Recorder`: `at`, `forward`, `ranks`, `rows`, `precision`, `floor`, `patience` …
 
     >>> callback = EntropyCallback(at=[0, 100, 1000], ranks=False)
@@ -62,7 +63,7 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
                 if batch is None:
                     count = min(MAX_EXAMPLES, args.per_device_train_batch_size)
                     batch = _examples(kwargs["train_dataloader"], count, processes)
-                    batch = batch if self.options.get("forward") else _without_loss(model, batch)
+                    batch = batch if self.options.get("forward") else _attention_alone(model, batch)
                 options = {"distributed": processes.count > 1, **self.options}
                 recorder = Recorder(model, batch, **options)
             self.recorder = recorder
@@ -174,16 +175,17 @@ def _examples(loader: Any, count: int, processes: Processes) -> Mapping[str, Any
         return loader.collate_fn([dataset[index % len(dataset)] for index in range(first, first + count)])
 
 
-def _without_loss(model: nn.Module, batch: Any) -> Any:
-    """Return the examples without the labels where a model makes nothing of them but a loss, which no probe reads.
+def _attention_alone(model: nn.Module, batch: Any) -> Any:
+    """Return examples from which a causal language model of transformers computes no loss and no cache for generation.
 
-    Such are the causal language models of transformers. Of a large vocabulary the loss takes more memory than all else.
+    A probe reads neither. Of a large vocabulary the loss takes more memory than all else.
     """
     kind = type(model)
     is_known = kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("ForCausalLM")
     if not is_known or not isinstance(batch, Mapping) or "input_ids" not in batch:
         return batch
-    return {name: value for name, value in batch.items() if name != "labels"}
+    without_cache = {"use_cache": False} if "use_cache" in inspect.signature(kind.forward).parameters else {}
+    return {name: value for name, value in batch.items() if name != "labels"} | without_cache
 
 
 @contextmanager
