@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
+import subprocess
 import textwrap
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+import xarray as xr
 
 from joma.report.html import new_source
 from joma.report.table import duration, spread
@@ -65,6 +69,31 @@ NOT_STORED = {
 }
 # Fields that configs have got since a run was stored, with the value for what was computed then.
 FORMER = {"value_path": False}
+COMMIT, SOURCE = re.compile(r"[0-9a-f]{40}"), "src/joma"
+
+
+def commit_of(run: xr.Dataset) -> str:
+    """Return the commit that a stored run was made on.
+
+    A run on a copy of the files that lacks the newest history names an older commit, with changes; then it is the
+    commit whose package is the one that ran, by its `source_tree`.
+    """
+    named, tree = run.attrs["git_commit"], run.attrs.get("source_tree")
+    if COMMIT.fullmatch(named) or tree is None:
+        return named
+    return next(
+        (commit for commit in _git("log", "--format=%H", "--", SOURCE).split() if tree_of(commit) == tree), named
+    )
+
+
+def tree_of(commit: str) -> str:
+    """Return git's name for the package at a commit, which a run stores as `source_tree`."""
+    return _git("rev-parse", f"{commit}:{SOURCE}")
+
+
+def _git(*words: str) -> str:
+    answer = subprocess.run(["git", "-C", str(README.parent), *words], capture_output=True, text=True, check=False)
+    return answer.stdout.strip()
 
 
 def command(path: Path) -> str:
@@ -97,7 +126,7 @@ def paragraph(text: str) -> str:
 def section(path: Path, pictures: str = PICTURES.name) -> Iterator[str]:
     """Yield the parts of the page about one run; `pictures` is their folder as seen from the page."""
     study, stored, run = load(path.parent.name), read_claims(path), open_run(path)
-    seeds, commit = len(read_config(path)["seeds"]), run.attrs["git_commit"][:12]
+    seeds, commit = len(read_config(path)["seeds"]), commit_of(run)[:12]
     yield f"## {study.name}: {stored.description.title}"
     yield f"    {command(path)}"
     yield paragraph(cited(study.description(read_config(path)["preset"], "")))

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import xarray as xr
 
 from joma.commands.parsing import config_with
 from joma.runs import Run, open_run, read_claims, read_config
@@ -112,10 +113,24 @@ def test_the_command_of_a_run_makes_its_config(path):
 
 @EACH_RUN
 def test_a_stored_run_names_a_clean_commit_and_its_own_config(path):
-    attributes = open_run(path).attrs
-    assert len(attributes["git_commit"]) == 40
-    assert not has_whole_history() or git("merge-base", "--is-ancestor", attributes["git_commit"], "HEAD") is not None
+    run, attributes = open_run(path), open_run(path).attrs
+    commit = make_runs.commit_of(run) if has_whole_history() else attributes["git_commit"][:40]
+    assert make_runs.COMMIT.fullmatch(commit)
+    if has_whole_history():
+        assert git("merge-base", "--is-ancestor", commit, "HEAD") is not None
+        assert attributes.get("source_tree", make_runs.tree_of(commit)) == make_runs.tree_of(commit)
     assert json.loads(attributes["config"]) == read_config(path)["config"]
+
+
+def test_a_run_on_files_without_their_history_is_of_the_commit_that_has_its_source_tree():
+    if not has_whole_history():
+        pytest.skip("this clone lacks older commits")
+    earlier = open_run(next(path for path in make_runs.in_order() if path.parent.name == "winner")).attrs["git_commit"]
+    stale = {"git_commit": f"{earlier[::-1]}-dirty", "source_tree": make_runs.tree_of(earlier)}
+    found = make_runs.commit_of(xr.Dataset(attrs=stale))
+    assert make_runs.tree_of(found) == make_runs.tree_of(earlier)
+    unknown = stale | {"source_tree": "0" * 40}
+    assert make_runs.commit_of(xr.Dataset(attrs=unknown)) == stale["git_commit"]
 
 
 @EACH_RUN
@@ -123,7 +138,7 @@ def test_the_commit_of_a_stored_run_has_the_version_of_the_study_that_it_names(p
     """What a run was computed with and what it says are one version, but for runs whose page says otherwise."""
     if not has_whole_history():
         pytest.skip("this clone lacks older commits")
-    commit, name = open_run(path).attrs["git_commit"], path.parent.name
+    commit, name = make_runs.commit_of(open_run(path)), path.parent.name
     (file,) = (git("grep", "-l", f'name="{name}"', commit, "--", "src") or "").split()
     versions = re.findall(r"^    version=(\d+),$", git("show", file) or "", flags=re.MULTILINE)
     same = versions == [str(read_config(path)["version"])]

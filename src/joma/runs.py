@@ -42,7 +42,7 @@ from joma.files import (
     write_json,
 )
 from joma.manifest import MANIFEST, Manifest, file_checksum, read_manifest, write_manifest
-from joma.stamp import now, provenance
+from joma.stamp import code, now, provenance
 from joma.verdicts import present_form
 
 TRAJECTORY, CONFIG, CLAIMS, FIGURES = "trajectory.nc", "config.json", "claims.json", "figures"
@@ -172,6 +172,7 @@ class Run:
 
     def begin(self, preset: str) -> None:
         """Write `config.json`: the first write, so that a folder without permission is noticed before any work."""
+        code()  # the code that runs is that of now, whenever the run ends
         write_json(self.path / CONFIG, {**self.identity, "preset": preset})
         self.log(f"begun: {self.study}, version {self.version}, preset {preset}, seeds {list(self.seeds)}")
 

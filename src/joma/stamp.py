@@ -1,17 +1,25 @@
-"""Provenance: what a stored result says of the versions, the machine and the time that it was computed with."""
+"""Provenance: what a stored result says of the versions, the machine and the time that it was computed with.
+
+The code is named twice: by the commit of the checkout that it runs from, and by `source_tree`, git's name for the
+contents of the package. The second needs no checkout, and says of a commit whether it is the code that ran:
+
+    git rev-parse COMMIT:src/joma
+"""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from joma import __version__
 
 PACKAGES = ("joma", "numpy", "scipy", "torch", "xarray", "h5netcdf", "matplotlib")
-STAMP = ("created", "python", "platform", *(f"{package}_version" for package in PACKAGES), "git_commit")
+STAMP = ("created", "python", "platform", *(f"{package}_version" for package in PACKAGES), "git_commit", "source_tree")
 """The names of what `provenance` returns."""
 
 
@@ -29,13 +37,62 @@ def provenance() -> dict[str, str]:
             stamp[f"{package}_version"] = __version__ if package == "joma" else version(package)
         except PackageNotFoundError:
             stamp[f"{package}_version"] = "not installed"
-    stamp["git_commit"] = _commit()
-    return stamp
+    return stamp | code()
 
 
-def _commit() -> str:
+def code() -> dict[str, str]:
+    """Return the commit and the source tree of the code that this process runs: those of the first call.
+
+    A run asks when it begins. Until it ends, hours later, somebody may have changed or committed files.
+    """
+    return dict(_code(Path(__file__).resolve()))
+
+
+@cache
+def _code(file: Path) -> dict[str, str]:
+    return {"git_commit": _commit(file), "source_tree": source_tree(file.parent)}
+
+
+def source_tree(folder: Path) -> str:
+    """Return git's name for the contents of a folder, without what Python compiles and without hidden files.
+
+    It is "unknown" if a file cannot be read, such as in a zipped package.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as empty:
+    ...     source_tree(Path(empty))
+    '4b825dc642cb6eb9a060e54bf8d69288fbee4904'
+    """
+    try:
+        return _tree(folder).hex()
+    except OSError:
+        return "unknown"
+
+
+def _tree(folder: Path) -> bytes:
+    """Return the hash by which git names a folder: of the modes, names and hashes of what is in it, in order."""
+    entries: dict[bytes, bytes] = {}
+    for path in folder.iterdir():
+        name = path.name.encode()
+        if path.name.startswith(".") or path.name == "__pycache__" or path.suffix == ".pyc":
+            continue
+        if not path.is_dir():
+            entries[name] = b"100644 %s\0%s" % (name, _object(b"blob", path.read_bytes()))
+        elif (subtree := _tree(path)) != EMPTY_TREE:  # git knows no empty folders
+            entries[name + b"/"] = b"40000 %s\0%s" % (name, subtree)
+    return _object(b"tree", b"".join(entries[name] for name in sorted(entries)))
+
+
+def _object(kind: bytes, content: bytes) -> bytes:
+    """Return the hash by which git names an object."""
+    return hashlib.sha1(b"%s %d\0%s" % (kind, len(content), content), usedforsecurity=False).digest()
+
+
+EMPTY_TREE = _object(b"tree", b"")
+
+
+def _commit(file: Path) -> str:
     """Return the commit of the source tree that this package runs from, or "unknown" for an installed package."""
-    file = Path(__file__).resolve()
     # An environment may lie inside the repository of another project, which does not track its files.
     if not _git(file.parent, "ls-files", "--", file.name):
         return "unknown"

@@ -262,7 +262,7 @@ def _checked(shard: Shard) -> xr.Dataset:
 
 def _distinct(parts: Sequence[xr.Dataset], name: str) -> str:
     """Return an attribute of the shards: one text if they agree, otherwise all of them."""
-    return ", ".join(sorted({part.attrs[name] for part in parts}))
+    return ", ".join(sorted({part.attrs.get(name, "unknown") for part in parts}))
 
 
 def _concatenated(study: str, parts: Sequence[xr.Dataset]) -> xr.Dataset:
