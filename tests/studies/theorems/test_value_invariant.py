@@ -76,7 +76,9 @@ def test_the_outcome_states_the_ends_of_the_ladder(small):
     assert f"goes from {float(ends[0]):.2g} to {float(ends[-1]):.2g}" in text
     assert f"with SGD's steps counted, to {float(small.sgd_residual.max()):.0e} in trained models" in text
     drift = small.head_drift.isel(ladder_step=-1)
-    assert f"by at most {float(drift.sel(head_arm='sgd').max()):.1%} of how far its weights move" in text
+    sgd, adam = (100 * drift.sel(head_arm=arm) for arm in ("sgd", "adam"))
+    assert f"by at most {float(sgd.max()):.1f} % of how far their terms move" in text
+    assert f"Adam by {float(adam.min()):.0f} to {float(adam.max()):.0f} %" in text
 
 
 def test_a_seed_whose_training_diverged_is_named_and_refutes_no_law(small):

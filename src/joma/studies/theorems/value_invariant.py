@@ -407,8 +407,9 @@ def outcome(run: xr.Dataset) -> str:
         f"Learned or overlapping embeddings, Adam and weight decay break the value law by {low:.2g} to {high:.2g} "
         "times the change. From the block to a language model, the error of what value vectors alone predict goes from "
         f"{first:.2g} to {last:.2g} times the change, its correlation from {first_correlation:.2f} to "
-        f"{last_correlation:.2f}. There SGD leaves the data-free laws of a head by at most {float(kept.max()):.1%} of "
-        f"how far its weights move, Adam by {float(left.min()):.0%} to {float(left.max()):.0%}.{missing}"
+        f"{last_correlation:.2f}. In that language model SGD leaves the data-free laws of a head by at most "
+        f"{100 * float(kept.max()):.1f} % of how far their terms move, Adam by {100 * float(left.min()):.0f} to "
+        f"{100 * float(left.max()):.0f} %.{missing}"
     )
 
 
