@@ -142,4 +142,4 @@ def test_why_the_run_differs_from_the_pilot(stored):
         assert counts[judged] < counts[-1]
     for arm in ("base", "top", "top-linear"):
         assert make_tables.PILOT[arm].bounced == make_tables.PILOT_SEEDS
-        assert make_tables.pilot_counts(run, arm)[0] < seeds == 8
+        assert make_tables.pilot_counts(run, arm)[0] < seeds
