@@ -161,9 +161,9 @@ def sentences_on_heads(stored):
     for name, words in {"head_drift": "leaves the laws** by", "head_drift_shifted": "shifted by one, drift by"}.items():
         drift = 100 * end[name].sel(head_arm="adam")
         yield f"{words} {float(drift.min()):.0f} to {float(drift.max()):.0f} %"
-    kept = measured["head-adam-kept"]
-    yield f"{kept['mean']:.2f} times theirs (95 % interval {stored.interval('head-adam-kept')})"
-    assert kept["max"] > 1
+    ratio = measured["head-adam-kept"]
+    yield f"{ratio['mean']:.2f} times theirs (95 % interval {stored.interval('head-adam-kept')})"
+    assert ratio["max"] > 1
     adam, sgd = (float(end.head_loss.sel(head_arm=arm).mean()) for arm in ("adam", "sgd"))
     yield f"its loss ends at {adam:.2f} nats, that of SGD at {sgd:.2f}"
 

@@ -397,7 +397,7 @@ def outcome(run: xr.Dataset) -> str:
     ends = run.isel(ladder_step=-1, rung=[0, -1]).mean("seed")
     first, last = ends.ladder_error.sel(correction="none").values
     first_correlation, last_correlation = ends.ladder_correlation.values
-    kept, left = (run.head_drift.isel(ladder_step=-1).sel(head_arm=arm) for arm in ("sgd", "adam"))
+    drift_sgd, drift_adam = (100 * run.head_drift.isel(ladder_step=-1).sel(head_arm=arm) for arm in ("sgd", "adam"))
     diverged = int(has_diverged(run).sum())
     missing = f" Trainings of {diverged} of {run.sizes['seed']} seeds diverged, and are left out." if diverged else ""
     return (
@@ -408,8 +408,8 @@ def outcome(run: xr.Dataset) -> str:
         "times the change. From the block to a language model, the error of what value vectors alone predict goes from "
         f"{first:.2g} to {last:.2g} times the change, its correlation from {first_correlation:.2f} to "
         f"{last_correlation:.2f}. In that language model SGD leaves the data-free laws of a head by at most "
-        f"{100 * float(kept.max()):.1f} % of how far their terms move, Adam by {100 * float(left.min()):.0f} to "
-        f"{100 * float(left.max()):.0f} %.{missing}"
+        f"{float(drift_sgd.max()):.1f} % of how far their terms move, Adam by {float(drift_adam.min()):.0f} to "
+        f"{float(drift_adam.max()):.0f} %.{missing}"
     )
 
 
