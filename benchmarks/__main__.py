@@ -28,6 +28,7 @@ NAMES = (
     "storage",
     "engine",
     "side_by_side",
+    "related",
     "lab",
 )
 

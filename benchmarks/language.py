@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import Row
-from benchmarks.timing import synchronised
+from benchmarks.timing import ceilings, synchronised
 from joma import noise
-from joma.models.transformer import Decoder
+from joma.models.transformer import Decoder, DecoderConfig
+from joma.runs import find_runs, open_run
 from joma.studies.text import entropy_text
 from joma.studies.text.entropy_text import Config
 from joma.studies.text.language_training import TextColumns, Variant, decoder_config, read_text, record_steps, validate
@@ -26,6 +27,7 @@ from joma.train.cuda import matmul_precision
 from joma.train.state import Training
 
 SEEDS = (0, 1, 2)
+STORED = Path("docs/runs")
 TARGETS = {1: 0.5, 10: 1.4}  # ms per step and seed on an H200, by number of layers
 
 
@@ -150,13 +152,38 @@ def on_cuda(config: Config) -> Iterator[Row]:
     yield f"the card's ceilings: {bandwidth / 1e12:.2f} TB/s, {products / 1e12:.0f} TFLOP/s in bf16", "–", "", True
     for layers, target in TARGETS.items():
         seconds, model = time_cuda_step(config, text, layers)
-        moved, operations = work(model, config, text.types)
+        moved, operations = work(model.config, config, text.types)
         floor = moved / bandwidth + operations / products
         ms = 1e3 * seconds / len(SEEDS)
         what = f"a step and seed on text, {layers} layer(s), three seeds, CUDA"
         yield what, f"≤ {target} ms", f"{ms:.3f} ms", ms <= target
         least = f"{moved / 1e9:.2f} GB, {operations / 1e9:.0f} GFLOP a step: {1e3 * floor:.2f} ms at the ceilings"
         yield f"    {least}; ours over it", "–", f"{seconds / floor:.2f} x", True
+    seconds = 0.0
+    for layers in config.depths:
+        moved, operations = work(decoder_config(config, Variant(layers), text.types), config, text.types)
+        seconds += config.steps * (moved / bandwidth + operations / products)
+    yield (
+        f"the whole figure, depths {config.depths}: least time of its steps at the ceilings",
+        "–",
+        f"{seconds:.0f} s",
+        True,
+    )
+    for path, wall_seconds in stored_seconds():
+        yield (
+            f"    stored run {path}; over the least time",
+            "–",
+            f"{wall_seconds:.0f} s, {wall_seconds / seconds:.1f} x",
+            True,
+        )
+
+
+def stored_seconds() -> Iterator[tuple[str, float]]:
+    """Yield the stored runs of the whole figure that were made on CUDA, and the seconds that they took."""
+    for path in find_runs(STORED) if STORED.is_dir() else ():
+        attributes = open_run(path).attrs
+        if path.parent.name == "entropy-text" and attributes["device"].startswith("cuda"):
+            yield path.name, float(attributes["wall_time_s"])
 
 
 def time_cuda_step(config: Config, text: TextColumns, layers: int) -> tuple[float, Decoder]:
@@ -171,29 +198,14 @@ def time_cuda_step(config: Config, text: TextColumns, layers: int) -> tuple[floa
         return (synchronised() - start) / 300, model
 
 
-def work(model: Decoder, config: Config, types: int) -> tuple[float, float]:
+def work(model: DecoderConfig, config: Config, types: int) -> tuple[float, float]:
     """Return the bytes that one step of all seeds must move, and its operations.
 
-    Adam reads parameter, gradient and moments and writes all but the gradient (28 bytes); gradients are written, and
-    read for their norm (8); weights are read and written as bf16 (6). Logits of bf16 are written, read for their sum,
-    turned into their gradient and read by two products (12). A weight in a product costs 6 operations per token.
+    Adam reads parameter and moments and writes them (24 bytes). The gradient of the embedding is written, and read for
+    its norm and by Adam (12). Of a weight in products there is a copy in bf16 that two products read and Adam writes,
+    and a gradient in bf16 (12 too). Logits in bf16 are written, turned into their gradient and read by two products
+    (10). A weight in a product costs 6 operations per token.
     """
     tokens = config.batch * config.length * len(SEEDS)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    embedding = model.embedding.numel()
-    moved = 36 * parameters + 6 * (parameters - embedding) + 12 * tokens * types
-    return moved, 6 * tokens / len(SEEDS) * (parameters - embedding)
-
-
-def ceilings() -> tuple[float, float]:
-    """Return bytes per second of a copy of 1 GiB, and operations per second of an 8,192 x 8,192 product in bf16."""
-    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
-    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    rates = []
-    for call, amount in ((source.clone, 2.0 * source.numel()), (lambda: square @ square, 2.0 * 8192**3)):
-        call()
-        start = synchronised()
-        for _ in range(20):
-            call()
-        rates.append(20 * amount / (synchronised() - start))
-    return rates[0], rates[1]
+    parameters, embedding = len(SEEDS) * model.parameter_count, len(SEEDS) * types * model.width
+    return 36 * parameters + 10 * tokens * types, 6 * tokens / len(SEEDS) * (parameters - embedding)

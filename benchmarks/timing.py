@@ -42,3 +42,19 @@ def time_ratio(
             call()
             shortest[index] = min(shortest[index], clock() - start)
     return shortest[0] / shortest[1]
+
+
+def ceilings() -> tuple[float, float]:
+    """Return bytes per second of a copy of 1 GiB, and operations per second of an 8,192 x 8,192 product in bf16."""
+    import torch
+
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    rates = []
+    for call, amount in ((source.clone, 2.0 * source.numel()), (lambda: square @ square, 2.0 * 8192**3)):
+        call()
+        start = synchronised()
+        for _ in range(20):
+            call()
+        rates.append(20 * amount / (synchronised() - start))
+    return rates[0], rates[1]

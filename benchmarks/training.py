@@ -19,7 +19,7 @@ import xarray as xr
 from torch import Tensor
 
 from benchmarks import Row
-from benchmarks.timing import synchronised
+from benchmarks.timing import ceilings, synchronised
 from joma.drawing import canvas, save, style, theory
 from joma.models.transformer import Decoder
 from joma.studies.hierarchy.alignment import (
@@ -170,12 +170,42 @@ def on_cuda() -> Iterator[Row]:
     torch.cuda.reset_peak_memory_stats()
     table = run(replace(Config(), controls=()), Context(tuple(range(5)), "cuda"))
     seconds = synchronised() - start
-    yield "Table 1: 8 cells x 5 seeds x 10,000 steps", "≤ 150 s", f"{seconds:.0f} s", seconds <= 150
+    yield (
+        "Table 1: 8 cells x 5 seeds x 10,000 steps, compilation included",
+        "≤ 110 s",
+        f"{seconds:.0f} s",
+        seconds <= 110,
+    )
+    least = table_floor(Config(), Context(tuple(range(5)), "cuda"))
+    yield (
+        f"    least time of its steps at the card's ceilings, {least:.0f} s; ours over it",
+        "–",
+        f"{seconds / least:.2f} x",
+        True,
+    )
     ratio = float(eager * 40 * 10_000 / seconds)
     yield "Table 1: plain eager loop (its step timed) over ours", "≥ 20 x", f"{ratio:.1f} x", ratio >= 20
     yield from entries(table)
     yield from memory()
     yield from costs("cuda", SMALL, 400)
+
+
+def table_floor(config: Config, context: Context) -> float:
+    """Return the seconds that the steps of Table 1 take at the ceilings of the GPU, of all its cells and seeds.
+
+    Adam reads parameter and moments and writes them (24 bytes); a copy in bf16 is written, and read by two products,
+    and a gradient in bf16 is written and read (10). A weight costs 6 operations per token.
+    """
+    bandwidth, products = ceilings()
+    seconds = 0.0
+    for classes in config.classes:
+        for children in config.children:
+            sequence = merge_pads(draw_trees(config, context, classes, children)).sequence
+            models = len(config.latents) * len(context.seeds)
+            parameters = models * decoder_config(config, "trained", classes).parameter_count
+            tokens = sequence[0].numel()  # of one model
+            seconds += config.steps * (34 * parameters / bandwidth + 6 * tokens * parameters / products)
+    return seconds
 
 
 def entries(table: xr.Dataset) -> Iterator[Row]:

@@ -44,7 +44,8 @@ In the commands `wikitext-2` is a folder with `train.txt`, `valid.txt` and `test
 is [deviation 15](../deviations.md).
 """
 README = FOLDER.parents[1] / "README.md"
-FINDINGS = ("entropy-text", "sparse-dense", "alignment")  # the studies that the README shows
+FINDINGS = ("entropy-text", "sparse-dense", "alignment")  # the studies that the README shows with their pictures
+IN_WORDS = ("invariance",)  # those that it shows without
 WHY = {  # the studies that answer the README's question, and what each is about
     "ladder": "Solved exactly, then trained",
     "bounce-cause": "On text",
@@ -189,6 +190,9 @@ def findings(paths: list[Path]) -> str:
         description = read_claims(stored[name]).description
         parts += [f"### {description.title}", paragraph(description.outcome)]
         parts.append(f"![{alt_text(load(name))}](docs/runs/pictures/{name}.png)")
+    for name in IN_WORDS:
+        description = read_claims(stored[name]).description
+        parts += [f"### {description.title}", paragraph(description.outcome)]
     parts += [*why(stored), "Claims of all stored runs, by kind:", "\n".join(counts(paths)), END]
     return "\n\n".join(parts)
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from joma.studies import STUDIES, load
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "docs" / "runs"
 RUNS = sorted(claims.parent for claims in STORED.glob("*/*/claims.json"))
+OTHER_VERSION = {"learning-rates"}  # one variable was computed anew, as the attribute `recomputed` of the run says
 EACH_RUN = pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
 MAX_BYTES = 15_000_000
 
@@ -117,3 +119,15 @@ def test_a_stored_run_names_a_clean_commit_and_its_own_config(path):
     assert len(attributes["git_commit"]) == 40
     assert not has_whole_history() or git("merge-base", "--is-ancestor", attributes["git_commit"], "HEAD") is not None
     assert json.loads(attributes["config"]) == read_config(path)["config"]
+
+
+@EACH_RUN
+def test_the_commit_of_a_stored_run_has_the_version_of_the_study_that_it_names(path):
+    """What a run was computed with and what it says are one version, but for runs whose page says otherwise."""
+    if not has_whole_history():
+        pytest.skip("this clone lacks older commits")
+    commit, name = open_run(path).attrs["git_commit"], path.parent.name
+    (file,) = (git("grep", "-l", f'name="{name}"', commit, "--", "src") or "").split()
+    versions = re.findall(r"^    version=(\d+),$", git("show", file) or "", flags=re.MULTILINE)
+    same = versions == [str(read_config(path)["version"])]
+    assert same == (name not in OTHER_VERSION)

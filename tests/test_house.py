@@ -19,7 +19,6 @@ MANY_PARAMETERS = {
     "kernels/entropy_triton.py: _step": TRITON,
     "kernels/entropy_triton.py: query_block": TRITON,
     "kernels/entropy_triton.py: tile_scores": TRITON,
-    "kernels/head_triton.py: _excess": TRITON,
     "kernels/short.py: _backward": OPERATOR,
     "kernels/short.py: _forward": OPERATOR,
     "kernels/short_triton.py: _backward": TRITON,

@@ -46,7 +46,8 @@ def even_pairs():
     growth = late_slope(run.flow_u_norm) / run.flow_svm_norm
     yield f"$\\|u\\|$ grows at {listed(growth.values)} of the rate"
     yield f"the cosine of $u$ with $\\hat u$ is {listed(run.flow_cosine.values, 3)}"
-    yield f"is off by {listed(run.theorem_1_error.values, 1)} times the change of the logits"
+    yield f"has correlations of {listed(run.theorem_1_correlation.values)} with the logits"
+    yield f"but is off by {listed(run.theorem_1_error.values, 1)} times their change"
     attention = late_slope(run.flow_w_norm)
     yield f"$\\|W\\|$ goes on growing by {span(attention, 1)} for each unit"
     up_to_6 = float(growth.sel(max_length=6))
@@ -75,6 +76,9 @@ def icl_autoregression():
     off = np.array(stored.measured["non-commuting-diagonal"]["values"])
     assert (off.size, int((off > 0.02).sum())) == (10, 5)
     yield f"in five of ten seeds, by entries of up to {off.max():.3f}"
+    assert (len(arms), run.sizes["seed"], run.attrs["device"]) == (5, 10, "cpu")
+    yield "with all five lengths and ten seeds"
+    yield f"On a CPU it took {float(run.attrs['wall_time_s']) / 60:.0f} minutes"
 
 
 def icl_regression():

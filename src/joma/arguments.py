@@ -7,6 +7,7 @@ attributes, and the command line prints them as one line and exits with code 2.
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from joma.terminal import printable
 T = TypeVar("T")
 
 MAX_WHOLE = 2**63 - 1  # the largest number of NumPy's and torch's default integers
+SUM_ERROR = 1e-9  # by which a sum of probabilities may miss 1
 _MAX_GOT = 300  # characters of what was given that a message shows
 _MAX_ITEMS = 10**7  # of a list of single values
 _TEMPORARIES = 8  # arrays of the size of the result that a formula may need at once
@@ -228,7 +230,8 @@ def scalar(name: str, value: Any, *, low: float = -np.inf, high: float = np.inf,
     Traceback (most recent call last):
     joma.arguments.InputError: `temperature` must be above 0, got 0; give a larger number.
     """
-    number = float(real(name, value, ndim=0, low=low, high=high))
+    is_good = type(value) is float and low <= value <= high and math.isfinite(value)  # arrays take many times longer
+    number = value if is_good else float(real(name, value, ndim=0, low=low, high=high))
     if above is not None and number <= above:
         raise InputError(name, f"above {above:g}", f"{number:.6g}", "give a larger number")
     return number
@@ -251,7 +254,7 @@ def probabilities(name: str, value: Any, *, axis: int = -1, ndim: int | None = N
     check_last_axis(name, array, "give one probability for each case")
     with np.errstate(over="ignore"):
         sums = array.sum(axis=axis)
-    if np.abs(sums - 1).max() > 1e-9:
+    if np.abs(sums - 1).max() > SUM_ERROR:
         low, high = f"{sums.min():.6g}", f"{sums.max():.6g}"
         got = low if low == high else f"sums from {low} to {high}"
         raise InputError(name, "to 1", got, "divide it by its sum", must="sum")

@@ -181,8 +181,17 @@ def test_all_layers_are_compiled_and_their_matrices_read_by_products_alone():
     assert [*model.layers] == [module for module in compiled if isinstance(module, Layer)]
     matrices = {name for name, parameter in model.layers.named_parameters(prefix="layers") if parameter.ndim == 3}
     assert set(products) == matrices
-    for name, (module, attribute) in products.items():
+    for name, (module, attribute, _) in products.items():
         assert getattr(module, attribute) is model.get_parameter(name)
+
+
+def test_logits_are_those_of_the_weight_if_the_head_has_a_padded_copy_of_it():
+    model = make(DecoderConfig(vocabulary=1100, width=8))
+    tokens = torch.randint(1100, (2, 5), generator=torch.Generator().manual_seed(0))
+    expected, (head, name, copy) = model(tokens), model.product_weights()["head.weight"]
+    setattr(head, name, torch.nn.Parameter(copy(head.weight.detach()).to(expected.dtype)))
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=2e-2)
+    assert model(tokens).shape == expected.shape
 
 
 # ---- multiplicities ----

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import mpmath as mp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad, solve_ivp
 from scipy.optimize import minimize
@@ -263,6 +265,61 @@ def test_aligned_times_are_those_of_the_integrated_law():
             atol=1e-14,
         )  # fmt: skip
         assert halves[direction] == pytest.approx(solution.t_events[0][0], rel=1e-9)
+
+
+def exact_time(share, variance, length, start):
+    """Return the time of one direction by the antiderivative in 60 digits, and its condition number in the start."""
+    with mp.workdps(60):
+        lam = mp.mpf(variance)
+        gamma = 1 / ((1 + mp.mpf(1) / length) * lam + lam / length)
+
+        def antiderivative(s):
+            logarithms = mp.log(1 + s + s**2) / 6 - mp.log(1 - s) / 3
+            return logarithms - 1 / s - mp.atan((2 * s + 1) / mp.sqrt(3)) / mp.sqrt(3)
+
+        end, begun = mp.cbrt(mp.mpf(share)), mp.mpf(start) / mp.cbrt(gamma)
+        integral = antiderivative(end) - antiderivative(begun)
+        return float(integral / (lam**2 * mp.cbrt(gamma))), float(1 + 1 / (begun * (1 - begun**3) * integral))
+
+
+@settings(max_examples=300)
+@given(
+    st.one_of(st.floats(0.05, 3.0), st.floats(-11, 11).map(lambda power: 10**power)),
+    lengths,
+    st.one_of(  # near both ends, and between them
+        st.floats(1, 53).map(lambda bits: 1 - 2**-bits), st.floats(-20, -1).map(lambda p: 10**p), st.floats(0.01, 0.99)
+    ),
+    st.one_of(st.floats(-8, 0).map(lambda p: 10**p), st.floats(0, 15).map(lambda p: 1 - 10**-p)),
+)
+def test_aligned_times_keep_their_digits_at_both_ends(variance, length, share, part):
+    """From starts far below the share or next to it, and to shares that differ from 1 in the last bit only."""
+    start = part * float(np.cbrt(share * in_context.preconditioner([variance], length)[0]))
+    assume(share < 1 and start >= in_context.SMALLEST)
+    expected, condition = exact_time(share, variance, length, start)
+    assume(0 < condition < 1e13)  # the start is below the share by more than rounding
+    time = float(in_context.aligned_time(share, [variance], length, start)[0])
+    assert time == pytest.approx(expected, rel=8 * np.finfo(float).eps * condition)
+
+
+def test_the_time_of_the_largest_share_is_finite():
+    """Where cbrt(share) rounds to 1; by quadrature in 30 digits of dv / (λ² v² (1 − v³/γ))."""
+    times = in_context.aligned_time(1 - 2**-53, SPECTRUM, LENGTH, 0.05)
+    with mp.workdps(30):
+        for time, lam in zip(times, map(mp.mpf, SPECTRUM), strict=True):
+            gamma = 1 / ((1 + mp.mpf(1) / LENGTH) * lam + mp.fsum(SPECTRUM) / LENGTH)
+            end = mp.cbrt(gamma * (1 - mp.mpf(2) ** -53))
+            knots = [mp.mpf("0.05"), *(mp.cbrt(gamma) - end * mp.mpf(10) ** -k for k in range(1, 16)), end]
+            expected = mp.mpf(mp.quad(lambda v, lam=lam, g=gamma: 1 / (lam**2 * v**2 * (1 - v**3 / g)), knots))
+            assert time == pytest.approx(float(expected), rel=1e-13)
+
+
+@given(st.floats(0.01, 0.999), st.integers(0, 4))
+def test_a_start_next_to_the_share_is_refused_or_takes_no_negative_time(share, steps):
+    start = float(np.cbrt(share * in_context.preconditioner([1.0], LENGTH)[0]))
+    for _ in range(steps):
+        start = np.nextafter(start, 0)
+    with suppress(InputError):
+        assert in_context.aligned_time(share, [1.0], LENGTH, start) > 0
 
 
 # --- The saddle of the whole layer -----------------------------------------------------------------------------------

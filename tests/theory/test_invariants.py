@@ -327,10 +327,32 @@ def test_relative_error_where_nothing_moved():
     np.testing.assert_array_equal(relative_error(z, [[1.0, 1, 1], [1, 1, 2]], z), [0.0, np.inf])
 
 
-def test_reference_is_the_normalised_mean():
-    x = np.array([[0.2, 0.8], [3.0, 1.0]])
-    np.testing.assert_allclose(reference(x), np.array([3.2, 1.8]) / 5)
-    np.testing.assert_allclose(reference(x, [0.75, 0.25]), np.array([0.9, 0.85]) / 1.75)
+def test_reference_is_the_mean_of_frequencies():
+    counts = np.array([[1.0, 4.0], [3.0, 1.0]])
+    np.testing.assert_allclose(reference(counts), np.array([0.2 + 0.75, 0.8 + 0.25]) / 2)
+    np.testing.assert_allclose(reference(counts, [0.75, 0.25]), np.array([0.3375, 0.6625]))
+    np.testing.assert_array_equal(reference([[0.0, 0.0], [1.0, 3.0]]), [0.25, 0.75])
+
+
+@given(seed=seeds)
+def test_reference_is_the_mean_of_uniform_attention(seed):
+    """PyTorch's softmax with equal logits sees counts, frequencies and rows of any size alike."""
+    block = Block.random(seed, "softmax", "linear", "constant gradient")
+    with torch.no_grad():
+        block.z.zero_()
+    uniform = block.descend(torch.arange(8))[3]
+    frequency, size = block.x.numpy(), np.random.default_rng(seed).lognormal(sigma=3.0, size=(8, 1))
+    np.testing.assert_allclose(reference(frequency), uniform, rtol=1e-13)
+    np.testing.assert_allclose(reference(size * frequency), uniform, rtol=1e-13)
+
+
+@given(seed=seeds)
+def test_reference_of_frequencies_is_their_plain_mean_to_the_bit(seed):
+    """A division by a sum that is 1 up to rounding would move the last bits of all runs with frequencies."""
+    rng = np.random.default_rng(seed)
+    frequency, weight = rng.dirichlet(np.ones(7), size=9), rng.dirichlet(np.ones(9))
+    mean = weight @ frequency
+    np.testing.assert_array_equal(reference(frequency, weight), mean / mean.sum())
 
 
 # Bad input
@@ -362,6 +384,7 @@ PATH, STEPS = np.ones((3, 5, 4)), np.ones((2, 5))
         (lambda: ledger(PATH, STEPS, np.ones((2, 4)), **LEDGER), "`pull` must be of shape .2, 5."),
         (lambda: folded_gain(V, V, Z), "`z0` must be the logits of one query.*3 queries"),
         (lambda: reference([[0.0, 0.0]]), "`x` must be positive somewhere"),
+        (lambda: reference([[1e308, 1e308]]), "`x` must be such that the result is a finite number"),
         (lambda: reference([[1.0, -1.0]]), "`x` must be at least 0"),
         (lambda: reference([[1.0, 1.0]], [0.5, 0.5]), "`weight` must be one for each of 1 samples"),
         (lambda: correlation([1.0, 2.0], [1.0, 2.0, 3.0]), "broadcast together"),

@@ -22,11 +22,11 @@ def test_flags_are_restored_one_by_one_and_overridden_methods_are_not_called() -
 
     model = nn.Sequential(Merging(2, 2), nn.Dropout(0.5), nn.BatchNorm1d(2))
     model[2].training = False
-    with evaluation_mode(model):
+    with evaluation_mode(list(model.modules())):
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
     assert [module.training for module in model.modules()] == [True, True, True, False]
-    with pytest.raises(KeyError), evaluation_mode(model):
+    with pytest.raises(KeyError), evaluation_mode(list(model.modules())):
         raise KeyError
     assert [module.training for module in model.modules()] == [True, True, True, False]
     assert torch.is_grad_enabled()

@@ -102,6 +102,28 @@ def test_training_ends_with_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(plain, watched)
 
 
+def test_a_probe_computes_no_loss_that_it_does_not_read(tmp_path: Path) -> None:
+    class LabelledModel(GPTNeoXForCausalLM):
+        """A user's own model, which may do anything with its labels."""
+
+    trajectories = []
+    cases: list[tuple[type[nn.Module], dict[str, Any], bool]] = [
+        (GPTNeoXForCausalLM, {}, False),
+        (LabelledModel, {}, True),
+        (GPTNeoXForCausalLM, {"forward": lambda model, batch: model(**batch)}, True),
+    ]
+    for kind, options, has_labels in cases:
+        callback = EntropyCallback(at=(0,), **options)
+        built = trainer(tmp_path, [callback], steps=1)
+        built.model.__class__ = kind
+        built.train()
+        assert callback.recorder is not None
+        assert ("labels" in callback.recorder.batch) == has_labels
+        assert ("use_cache" in callback.recorder.batch) != has_labels
+        trajectories.append(callback.trajectory)
+    assert all(trajectory.equals(trajectories[0]) for trajectory in trajectories)
+
+
 def test_the_default_probe_batch_is_the_first_examples_without_their_padding(tmp_path: Path) -> None:
     callback = EntropyCallback(at=(0,), ranks=False)
     built = trainer(tmp_path, [], steps=1)

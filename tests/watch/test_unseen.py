@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPTNeoXConfig, GPTNeoXModel
 
 from joma.arguments import InputError
 from joma.watch import AttentionNotSeen, attention
-from joma.watch.unseen import attention_kind, describe
+from joma.watch.unseen import PARTS_WITHOUT_ATTENTION, attention_kind, calls_no_attention, describe
 from tiny_models import CausalBlock, random_normal
+
+
+def test_parts_of_the_models_of_transformers_that_are_not_watched_build_and_call_no_attention() -> None:
+    calls = re.compile(r"(?i)softmax|scaled_dot_product|attention_interface|\w(attention|attn|MHA)\(")
+    names, attending = [], []
+    for path in Path(str(find_spec("transformers").origin)).parent.glob("models/*/modeling_*.py"):  # pyright: ignore[reportOptionalMemberAccess]
+        for source in path.read_text(encoding="utf-8").split("\nclass ")[1:]:
+            name = re.split(r"\W", source, maxsplit=1)[0]
+            body = source.partition("\ndef ")[0].partition("\n@")[0]
+            if PARTS_WITHOUT_ATTENTION.search(name):
+                names.append(name)
+                attending += [name] if calls.search(body) else []
+    assert len(names) > 300
+    assert not attending
+
+
+def test_known_parts_are_not_watched_unless_they_are_changed() -> None:
+    config = GPTNeoXConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=8)
+    model = GPTNeoXModel(config)
+    layer: Any = model.layers[0]
+    with attention(model):
+        assert watched_modules(model) == ["", "layers.0", "layers.0.attention"]
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    layer.mlp.forward = layer.mlp.forward
+    with attention(model):
+        assert watched_modules(model) == ["", "layers.0", "layers.0.attention", "layers.0.mlp"]
+        model(torch.zeros(1, 4, dtype=torch.int64))
+
+    class OwnMLP(type(layer.mlp)):
+        """A part of a user's own model."""
+
+    assert not calls_no_attention(OwnMLP)
+
+
+def watched_modules(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if module._forward_hooks]
 
 
 class Seen(nn.Module):

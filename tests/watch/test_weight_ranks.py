@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from joma.arguments import InputError
+from joma.probes.rank import stable_rank
 from joma.watch import weight_ranks
 from joma.watch.weight_ranks import copied_together, select_weights, stable_ranks
 
@@ -44,6 +45,30 @@ def test_weights_of_one_shape_are_measured_together_and_in_their_order(
         expected.append(float(squares.sum() / squares.max()))
     np.testing.assert_allclose(stable_ranks(model, names), expected, rtol=2e-3)
     assert stable_ranks(model, ()).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_small_weights_on_a_gpu_are_measured_from_their_gram_matrices(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    shapes = [(4, 6), (5, 3), (6, 4), (5, 5)]
+    weights = {f"w{index}": nn.Parameter(torch.randn(shape, dtype=dtype)) for index, shape in enumerate(shapes)}
+    weights["w1"].data[0, 0] = torch.nan
+    model, names = nn.ParameterDict(weights), tuple(weights)
+    expected = [float(stable_rank(model[name])) for name in names]
+    monkeypatch.setattr(weight_ranks, "_is_small_on_gpu", lambda _: True)
+    np.testing.assert_allclose(stable_ranks(model, names), expected, rtol=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_small_weights_have_the_same_stable_rank_on_a_gpu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    shapes = [(64, 256), (256, 64), (8, 8)]
+    weights = {f"w{index}": nn.Parameter(torch.randn(shape, dtype=dtype)) for index, shape in enumerate(shapes)}
+    expected = stable_ranks(nn.ParameterDict(weights), tuple(weights))
+    np.testing.assert_allclose(stable_ranks(nn.ParameterDict(weights).cuda(), tuple(weights)), expected, rtol=1e-12)
 
 
 def test_the_parts_of_names_that_wrappers_add_are_left_out() -> None:

@@ -5,13 +5,12 @@ With l = x W + b and p = softmax(l), all that the gradients need of the logits i
     ∂/∂x = g ∘ (e Wᵀ),    ∂/∂W = (g ∘ x)ᵀ e,    ∂/∂b = Σ g e,
 
 where g is the gradient of the result. So the forward pass overwrites the logits with e, and allocates nothing else of
-their size. There are three ways to compute this: one seed after the other (CPU), all seeds at once (compiled, CUDA),
-and the same with one kernel for the rows of logits (half precision on CUDA).
+their size. There are two ways to compute this: one seed after the other (CPU), and all seeds at once (CUDA), where
+weight and bias are one matrix (`joma.kernels.head_matrix`) and one kernel turns each row of logits into its excess.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,115 +21,135 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from joma.kernels.gpu import HALF, TRITON
+from joma.kernels.head_matrix import Bias, Matrix, Weight, head_matrix, is_copy, with_ones, write_bias
 
-ROW_MULTIPLE = 64  # a length of rows that suits the tensor cores
 MIN_COMPILED_VOCABULARY = 1024  # below that, compiling the head does not pay off on CUDA
+MAX_LOGITS = 1 << 29  # logits of a pass without gradients that are in memory at once, on CUDA
 CACHED_LOGITS = 1 << 19  # logits that the CPU overwrites by their excess at once, while they are in its cache
 
 Flat = Float[Tensor, "seed sample width"]
-Weight = Float[Tensor, "seed width vocabulary"]
-Bias = Float[Tensor, "seed vocabulary"]
+Nats = Float[Tensor, "seed sample"]
 
 
 def surprisal(
-    x: Float[Tensor, "seed sample position width"], weight: Weight, bias: Bias, target: Tensor
+    x: Float[Tensor, "seed sample position width"], weight: Weight | Matrix, bias: Bias, target: Tensor
 ) -> Float[Tensor, "seed sample position"]:
     """Return −ln softmax(x W + b)[target] in nats.
 
     Args:
         x: the input of the head.
-        weight, bias: parameters of the head.
+        weight: of the head; or its copy by `head_matrix.half_copy`, into which the bias is written here.
+        bias: of the head.
         target: whole numbers [sample, position], or [seed, sample, position].
 
     >>> surprisal(torch.zeros(1, 1, 2, 3), torch.zeros(1, 3, 4), torch.zeros(1, 4), torch.tensor([[0, 3]]))
     tensor([[[1.3863, 1.3863]]])
     """
     flat, target = x.flatten(1, 2), target.expand(x.shape[:-1]).flatten(1)
-    if weight.is_cuda and weight.shape[-1] < MIN_COMPILED_VOCABULARY:
+    if is_copy(weight, x.shape[-1]):
+        write_bias(weight, bias, x.shape[-1])
+    elif weight.is_cuda and weight.shape[-1] < MIN_COMPILED_VOCABULARY:
         with torch.autocast("cuda", enabled=False):  # logits rounded to bfloat16 would cost more than they save here
             logits = torch.baddbmm(bias[:, None], flat.to(weight.dtype), weight)
-        nats = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    else:
-        nats = _Surprisal.apply(flat, weight, bias, target)
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(x.shape[:-1])
+    nats = _Surprisal.apply(flat, weight, bias, target, torch.is_grad_enabled())
     assert isinstance(nats, Tensor)
     return nats.view(x.shape[:-1])
 
 
+def takes_copies(vocabulary: int) -> bool:
+    """Return whether it pays off on CUDA to keep a `half_copy` of the head's weight for a vocabulary of this size."""
+    return vocabulary >= MIN_COMPILED_VOCABULARY
+
+
 class _Surprisal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Flat, weight: Weight, bias: Bias, target: Int[Tensor, "seed sample"]) -> Tensor:
-        gradients = any(ctx.needs_input_grad)
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        x: Flat,
+        weight: Weight | Matrix,
+        bias: Bias,
+        target: Int[Tensor, "seed sample"],
+        grad_enabled: bool,  # here it is always disabled, and `needs_input_grad` does not ask
+    ) -> Tensor:
+        gradients = grad_enabled and any(ctx.needs_input_grad)
         dtype = torch.bfloat16 if x.is_cuda and torch.is_autocast_enabled("cuda") else x.dtype
-        ctx.vocabulary = weight.shape[-1]
-        forward, _ = _passes(x, dtype)
+        forward, ctx.backward_pass = _passes(x)
         nats, *saved = forward(x, weight, bias, target, dtype=dtype, gradients=gradients)
         if gradients:
+            ctx.sizes = x.shape[-1], bias.shape[-1], is_copy(weight, x.shape[-1])
             ctx.save_for_backward(*saved)
         return nats
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Float[Tensor, "seed sample"]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, excess = ctx.saved_tensors
-        _, backward = _passes(x, x.dtype)
-        return *backward(g, x, weight, excess, ctx.vocabulary), None
+        return *ctx.backward_pass(g, *ctx.saved_tensors, *ctx.sizes), None, None
 
 
-def _passes(x: Tensor, dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the forward and the backward pass for the device and the dtype of the products."""
-    if not x.is_cuda:
-        return _forward_by_seed, _backward_by_seed
-    use_kernel = TRITON and dtype in HALF
-    return _forward_by_kernel if use_kernel else torch.compile(_forward_at_once), torch.compile(_backward_at_once)
-
-
-def _forward_by_kernel(
-    x: Flat, weight: Weight, bias: Bias, target: Tensor, *, dtype: torch.dtype, gradients: bool
-) -> tuple[Tensor, ...]:
-    """Return the same as `_forward_at_once`: one kernel reads each row of logits once and writes its excess."""
-    from joma.kernels import head_triton  # triton comes with PyTorch for CUDA only
-
-    x, weight = x.to(dtype), torch.compile(_padded)(weight, dtype)
-    logits = torch.bmm(x, weight)
-    nats = head_triton.excess(logits, bias, target, write=gradients)
-    return (nats, x, weight, logits) if gradients else (nats,)
-
-
-def _padded(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Return the weight with columns of zeros added, up to a length that suits the tensor cores."""
-    return F.pad(weight.to(dtype), (0, -weight.shape[-1] % ROW_MULTIPLE))
+def _passes(x: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the forward and the backward pass for the device."""
+    if x.is_cuda:
+        return _forward_at_once, torch.compile(_backward_at_once)
+    return _forward_by_seed, _backward_by_seed
 
 
 def _forward_at_once(
-    x: Flat, weight: Weight, bias: Bias, target: Tensor, *, dtype: torch.dtype, gradients: bool
+    x: Flat, weight: Weight | Matrix, bias: Bias, target: Tensor, *, dtype: torch.dtype, gradients: bool
 ) -> tuple[Tensor, ...]:
-    """Return the surprisals of all seeds, and what the backward pass needs if `gradients`.
-
-    Rows are padded with tokens of probability zero to a length that suits the tensor cores.
-    """
-    x, weight = x.to(dtype), _padded(weight, dtype)
-    padding = weight.shape[-1] - bias.shape[-1]
-    logits = (x @ weight).to(bias.dtype) + F.pad(bias, (0, padding), value=-math.inf)[:, None]
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    nats = (total - logits.gather(-1, target[..., None]))[..., 0]
-    if not gradients:
-        return (nats,)
-    one_hot = torch.arange(logits.shape[-1], device=x.device) == target[..., None]
-    return nats, x, weight, (torch.exp(logits - total) - one_hot.to(logits.dtype)).to(dtype)
+    """Return the surprisals of all seeds, and what the backward pass needs if `gradients`."""
+    matrix = weight if is_copy(weight, x.shape[-1]) else _compiled_on_cuda(head_matrix, x)(weight, bias, dtype)
+    x = _compiled_on_cuda(with_ones, x)(x, matrix.shape[1], matrix.dtype)
+    if gradients:
+        logits = torch.bmm(x, matrix)
+        return _excess(logits, target, write=True), x, matrix, logits
+    samples = max(1, MAX_LOGITS // (len(x) * matrix.shape[-1]))
+    parts = zip(x.split(samples, dim=1), target.split(samples, dim=1), strict=True)
+    return (torch.cat([_excess(torch.bmm(part, matrix), label, write=False) for part, label in parts], dim=1),)
 
 
-def _backward_at_once(
-    g: Tensor, x: Flat, weight: Weight, excess: Tensor, vocabulary: int
+def _compiled_on_cuda(function: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
+    return torch.compile(function) if x.is_cuda else function
+
+
+def _excess(logits: Float[Tensor, "seed sample column"], target: Tensor, *, write: bool) -> Nats:
+    """Return −ln softmax(l)[target]; with `write` overwrite the logits l by softmax(l) − 1[target]."""
+    if logits.is_cuda and TRITON and logits.dtype != torch.float64:  # the kernel computes in float32
+        from joma.kernels import head_triton  # triton comes with PyTorch for CUDA only
+
+        return head_triton.excess(logits, target, write=write)
+    return _compiled_on_cuda(plain_excess, logits)(logits, target, write=write)
+
+
+def plain_excess(logits: Float[Tensor, "seed sample column"], target: Tensor, *, write: bool) -> Nats:
+    """Return the same as the kernel `head_triton.excess`, which is compared with it."""
+    wide = logits.float() if logits.dtype in HALF else logits
+    total = wide.logsumexp(dim=-1, keepdim=True)
+    nats = (total - wide.gather(-1, target[..., None]))[..., 0]
+    if write:
+        one_hot = torch.arange(logits.shape[-1], device=logits.device) == target[..., None]
+        logits.copy_(torch.exp(wide - total) - one_hot.to(wide.dtype))
+    return nats
+
+
+def _backward_at_once(  # noqa: PLR0917
+    g: Tensor, x: Tensor, matrix: Matrix, excess: Tensor, width: int, vocabulary: int, copied: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Only the ratios between samples pass through half precision, not the size of g.
-    size = g.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(g.dtype).tiny)
-    ratio, width = (g / size)[..., None], x.shape[-1]
-    inputs = torch.cat([ratio * x, ratio], dim=-1)  # the bias has input 1: its gradient is a row of the same product
-    inputs = F.pad(inputs, (0, -inputs.shape[-1] % 8)).to(x.dtype)
-    grad_head = (inputs.mT @ excess)[..., :vocabulary]
+    """Return the gradients; that of a copy is as large as the copy, and its row after the weight is that of the bias.
+
+    In float16 only the ratios between samples pass through half precision, not the size of g.
+    """
+    size = torch.ones_like(g[:, :1])
+    if excess.dtype == torch.float16:
+        size = g.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(g.dtype).tiny)
+    inputs = ((g / size)[..., None] * x).to(excess.dtype)  # the bias has input 1: its gradient is a row of the product
+    grad_matrix = inputs.mT @ excess
+    grad_bias = size * grad_matrix[:, width, :vocabulary].to(g.dtype)
+    grad_x = g[..., None] * (excess @ matrix.mT)[..., :width].to(g.dtype)
+    if copied:
+        return grad_x, grad_matrix, grad_bias
     # Separate tensors: autograd would copy a part of a larger one.
-    grad_weight, grad_bias = size[..., None] * grad_head[:, :width], size * grad_head[:, width]
-    return g[..., None] * (excess @ weight.mT), grad_weight, grad_bias
+    return grad_x, size[..., None] * grad_matrix[:, :width, :vocabulary].to(g.dtype), grad_bias
 
 
 def _forward_by_seed(
@@ -155,9 +174,9 @@ def _forward_by_seed(
 
 
 def _backward_by_seed(
-    g: Tensor, x: Flat, weight: Weight, excess: Tensor, vocabulary: int
+    g: Tensor, x: Flat, weight: Weight, excess: Tensor, *sizes: int | bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del vocabulary
+    del sizes
     grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight[:, 0])
     for seed in range(len(x)):
         torch.mm(excess[seed], weight[seed].mT, out=grad_x[seed]).mul_(g[seed, :, None])

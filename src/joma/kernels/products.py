@@ -1,17 +1,31 @@
-"""Matrix products that keep float32, and a faster one for few columns on the CPU."""
+"""Matrix products that keep float32, one for few columns on the CPU, and weights to copy for faster products."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 _ONE_DNN = torch.backends.mkldnn.is_available()
+
+
+class ProductWeight(NamedTuple):
+    """A weight that only matrix products read.
+
+    Attributes:
+        module, attribute: where the weight is.
+        copy: makes the copy in bfloat16 that takes its place while a step is captured. The copy may be larger than the
+            weight: the weight is its leading part.
+    """
+
+    module: nn.Module
+    attribute: str
+    copy: Callable[[Tensor], Tensor] = Tensor.bfloat16
 
 
 @contextmanager

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from joma.kernels.gpu import jit
 
-_CHUNK = 16  # positions whose gradients are added at once
-
 
 def gradient(rows: Tensor, g: Tensor, table_rows: int) -> Tensor:
     """Return the gradient of a table of `table_rows` rows: g added up by row, each sum in a fixed order.
@@ -31,35 +29,25 @@ def gradient(rows: Tensor, g: Tensor, table_rows: int) -> Tensor:
             table,
             positions,
             width,
-            POSITIONS=max(_CHUNK, triton.next_power_of_2(positions)),
+            POSITIONS=triton.next_power_of_2(positions),
             WIDTH=triton.next_power_of_2(width),
-            CHUNK=_CHUNK,
+            num_warps=1 if positions <= 1024 else 4,  # a program does little, and warps wait for each other
         )
     return table
 
 
 @jit
-def _gradient(
-    rows_ptr,
-    g_ptr,
-    table_ptr,
-    positions,
-    width,
-    POSITIONS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def _gradient(rows_ptr, g_ptr, table_ptr, positions, width, POSITIONS: tl.constexpr, WIDTH: tl.constexpr):
     """Write the row that this program's position is the first to read; programs of later positions do nothing."""
     rows_ptr += tl.program_id(0) * positions
+    g_ptr += tl.program_id(0).to(tl.int64) * positions * width
     row, all_positions = tl.load(rows_ptr + tl.program_id(1)), tl.arange(0, POSITIONS)
     same = tl.load(rows_ptr + all_positions, mask=all_positions < positions, other=-1) == row
-    if tl.min(tl.where(same, all_positions, POSITIONS), 0) == tl.program_id(1):
+    readers = tl.where(same, all_positions, POSITIONS)
+    position = tl.min(readers, 0)
+    if position == tl.program_id(1):
         columns, total = tl.arange(0, WIDTH), tl.zeros((WIDTH,), dtype=tl.float32)
-        for start in range(0, positions, CHUNK):
-            chunk = start + tl.arange(0, CHUNK)
-            reads = tl.load(rows_ptr + chunk, mask=chunk < positions, other=-1) == row
-            if tl.max(reads.to(tl.int32), 0) > 0:
-                offsets = (tl.program_id(0).to(tl.int64) * positions + chunk)[:, None] * width + columns[None, :]
-                inside = reads[:, None] & (columns < width)[None, :]
-                total += tl.sum(tl.load(g_ptr + offsets, mask=inside, other=0.0).to(tl.float32), 0)
+        while position < POSITIONS:
+            total += tl.load(g_ptr + position * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+            position = tl.min(tl.where(readers > position, readers, POSITIONS), 0)
         tl.store(table_ptr + row * width + columns, total.to(table_ptr.dtype.element_ty), mask=columns < width)

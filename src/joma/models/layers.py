@@ -39,11 +39,15 @@ class Linear(nn.Module):
     def __init__(self, draw: ParameterDraw, role: str, rows: int, columns: int, *, bias: bool) -> None:
         super().__init__()
         self.weight, self.bias = draw(role, rows, columns), draw(role, rows, columns, bias=True) if bias else None
+        self.shape = rows, columns
 
     def forward(
         self, x: Float[Tensor, "seed sample position in"], *, add_bias: bool = True
     ) -> Float[Tensor, "seed sample position out"]:
-        return _affine(x, self.weight, self.bias if add_bias else None)
+        weight = self.weight
+        if weight.shape[1:] != self.shape:  # a copy in half precision, whose leading part is the weight
+            weight = weight[:, : self.shape[0], : self.shape[1]]
+        return _affine(x, weight, self.bias if add_bias else None)
 
 
 def _affine(

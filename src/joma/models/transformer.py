@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from joma import memory
 from joma.arguments import InputError, choice, instance, sequence, whole
-from joma.kernels.head import surprisal
+from joma.kernels.head import surprisal, takes_copies
+from joma.kernels.head_matrix import half_copy
+from joma.kernels.products import ProductWeight
 from joma.kernels.table import fits, lookup
 from joma.models.config import CHOICES, SITES, DecoderConfig
 from joma.models.initialisation import COPIES, INITS, ParameterDraw
@@ -141,12 +143,19 @@ class Decoder(nn.Module):
         """Return the modules that a training loop may compile; one graph serves all layers."""
         return [module for module in self.modules() if isinstance(module, (InputStage, Layer))]
 
-    def product_weights(self) -> dict[str, tuple[nn.Module, str]]:
-        """Return the weights in compiled modules that only matrix products read: module and attribute, by name."""
+    def product_weights(self) -> dict[str, ProductWeight]:
+        """Return the weights that only matrix products read, by name: those in compiled modules, and a large head's."""
         modules = dict(self.named_modules())
         prefixes = tuple(f"{name}." for name, module in modules.items() if isinstance(module, (InputStage, Layer)))
         linear = {name: module for name, module in modules.items() if isinstance(module, Linear)}
-        return {f"{name}.weight": (module, "weight") for name, module in linear.items() if name.startswith(prefixes)}
+        weights = {
+            f"{name}.weight": ProductWeight(module, "weight")
+            for name, module in linear.items()
+            if name.startswith(prefixes)
+        }
+        if self.head is not None and takes_copies(self.head.weight.shape[-1]):
+            weights["head.weight"] = ProductWeight(self.head, "weight", half_copy)
+        return weights
 
     def forward(
         self,

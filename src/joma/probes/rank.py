@@ -92,6 +92,30 @@ def spectral_norm(weight: ArrayLike | Tensor, *, tolerance: float = 2e-3, iterat
     return _norms(weight, tolerance, iterations)[1]
 
 
+def small_grams(weight: Float[Tensor, "*batch row column"]) -> Float[Tensor, "*batch side side"]:
+    """Return W Wᵀ in float64, or Wᵀ W if that is smaller, of matrices in float32 or less.
+
+    No square of a float32 number leaves the range of float64, so nothing is rescaled; neither autocast nor TF32 applies
+    to float64. That leaves few operations: a probe of a small model would notice each.
+
+    >>> small_grams(torch.tensor([[2.0], [1.0]]))
+    tensor([[5.]], dtype=torch.float64)
+    """
+    w = weight.detach().double()
+    w = w if w.shape[-2] <= w.shape[-1] else w.mT
+    return w @ w.mT
+
+
+def stable_rank_from_gram(gram: Float[Tensor, "*batch side side"]) -> Float[Tensor, "*batch"]:
+    """Return the stable rank of each matrix from its Gram matrix, one of `small_grams`.
+
+    >>> stable_rank_from_gram(torch.diag(torch.tensor([4.0, 2.0], dtype=torch.float64)))
+    tensor(1.5000, dtype=torch.float64)
+    """
+    frobenius, bounds = _norms_from_gram(gram)
+    return (frobenius / bounds.lower).square()
+
+
 def gram_norm(gram: Float[Tensor, "*batch side side"], *, iterations: int) -> Float[Tensor, "*batch"]:
     """Return the spectral norm, the largest eigenvalue, of Gram matrices.
 
@@ -123,10 +147,10 @@ def _norms(
     w = floating("weight", weight, remedy, expected=expected).detach()
     if w.ndim < 2 or w.numel() == 0:
         raise InputError("weight", expected, f"{w.dtype} of shape {tuple(w.shape)}", remedy)
+    if w.dtype != torch.float64 and min(w.shape[-2:]) <= _MAX_SQUARED:
+        return _norms_from_gram(small_grams(w))
     w = w if w.dtype == torch.float64 else w.float()
     w = w if w.shape[-2] <= w.shape[-1] else w.mT
-    if w.dtype == torch.float32 and w.shape[-2] <= _MAX_SQUARED:
-        return _small_norms(w.double())
     w, unit = _rescaled(w)
     frobenius = _frobenius(w)
     size = torch.where(frobenius > 0, frobenius, 1.0)[..., None, None].to(w.dtype)  # so that zeros stay zeros
@@ -141,16 +165,14 @@ def _norms(
     return frobenius * unit, Bounds(lower * unit, torch.maximum(torch.minimum(upper, frobenius), lower) * unit)
 
 
-def _small_norms(w: Float[Tensor, "*batch row column"]) -> tuple[Float[Tensor, "*batch"], Bounds]:
-    """Return both norms of small float32 matrices, given in float64, from their Gram matrices.
-
-    No square of a float32 number leaves the range of float64, so nothing is rescaled; neither autocast nor TF32 applies
-    to float64. That leaves few operations: a probe of a small model would notice each.
-    """
-    gram = w @ w.mT
+def _norms_from_gram(gram: Float[Tensor, "*batch side side"]) -> tuple[Float[Tensor, "*batch"], Bounds]:
+    """Return both norms of matrices from their Gram matrices."""
     frobenius = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1).sqrt()
-    lower, upper = (bound.sqrt() for bound in _largest_eigenvalue(gram))
-    return frobenius, Bounds(lower, torch.maximum(torch.minimum(upper, frobenius), lower))
+    squares = _largest_eigenvalue(gram)
+    lower = squares.lower.sqrt()
+    if squares.upper is squares.lower:
+        return frobenius, Bounds(lower, lower)
+    return frobenius, Bounds(lower, torch.maximum(torch.minimum(squares.upper.sqrt(), frobenius), lower))
 
 
 def _rescaled(w: Float[Tensor, "*batch row column"]) -> tuple[Tensor, Float[Tensor, "*batch"]]:
@@ -211,6 +233,9 @@ def _largest_eigenvalue(a: Float[Tensor, "*batch row row"]) -> Bounds:
     """
     if a.device.type != "cpu":
         return _squaring_bounds(a)
+    if bool(a.sum().abs() < math.inf):  # where the sum is finite, so are all entries, and none needs a mask
+        value = torch.linalg.eigvalsh(a)[..., -1].clamp(min=0)
+        return Bounds(value, value)
     finite = a.isfinite().all(dim=-1).all(dim=-1)
     value = torch.linalg.eigvalsh(torch.where(finite[..., None, None], a, 0.0))[..., -1]
     value = torch.where(finite, value.clamp(min=0), torch.nan)

@@ -18,7 +18,7 @@ from joma.files import StorageError, exists, remove_leftovers, write_text
 from joma.manifest import Manifest
 from joma.report.overview import overview, run_counts
 from joma.report.probe_page import data_url, environment, find_probes, read_probe
-from joma.report.rows import by_kind, readable
+from joma.report.rows import by_kind, first_sentence, readable
 from joma.report.sweep_section import read_section
 from joma.runs import FIGURES, HIGHLIGHT, Description, check_run, find_runs, read_claims, read_config
 from joma.stamp import now, provenance
@@ -94,7 +94,12 @@ def _read_all(
 
 def _template() -> jinja2.Template:
     templates = environment()
-    templates.filters |= {"marked_up": marked_up, "readable": readable, "new_source": new_source}
+    templates.filters |= {
+        "marked_up": marked_up,
+        "readable": readable,
+        "new_source": new_source,
+        "first_sentence": first_sentence,
+    }
     return templates.get_template("template.html")
 
 

@@ -30,6 +30,7 @@ NO_BREAK = "\u00a0"
 SCIENTIFIC = re.compile(r"(?<![\w.=])([-−]?)(\d+(?:\.\d+)?)e([+-]?\d+)(?![\w.]*\w)")
 HYPHEN_AS_MINUS = re.compile(r"(?<![\w.=)-])-(?=\d)")
 PERCENT = re.compile(r"(?<=\d) %")
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 MIN_POSITIONAL, MAX_POSITIONAL = 1e-6, 1e5  # standard deviations beyond these are written as powers of ten
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -73,6 +74,15 @@ def readable(text: str) -> str:
     ('10⁵ to 2', 'by −0.016', ['(3.2', '×', '10⁻⁹)'])
     """
     return PERCENT.sub(f"{NO_BREAK}%", HYPHEN_AS_MINUS.sub("−", SCIENTIFIC.sub(_power, text)))
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a text.
+
+    >>> first_sentence("It falls by 0.92 nats. Then it comes back.")
+    'It falls by 0.92 nats.'
+    """
+    return SENTENCE_END.split(text, maxsplit=1)[0]
 
 
 def _power(match: re.Match[str]) -> str:

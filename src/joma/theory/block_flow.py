@@ -148,7 +148,7 @@ class BlockFlow:
     skip: Weight | None
     training: Training
     b_ref: Token
-    """E[x], normalised: the default reference of softmax's ledger."""
+    """The mean of uniform attention: the default reference of softmax's ledger."""
     method: str
 
     def velocity(self, w: Weight, z: Logits, bias: Bias) -> Velocity:
@@ -323,7 +323,7 @@ def block(
         activation: a name of `activations.ACTIVATIONS`, or an `Activation`.
         gradient: g = −∂loss/∂h, a function from h to g, both [sample, hidden]: `losses.constant`,
             `losses.cross_entropy`, `losses.squared_error`, or your own.
-        x: token frequencies of each sample, [sample, token].
+        x: token frequencies of each sample, [sample, token]; softmax attention takes counts as well.
         query: the query token of each sample, counted from 0.
         weight: probability of each sample; equal ones by default.
         training: learning rates and weight decay.

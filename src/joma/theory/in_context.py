@@ -255,16 +255,22 @@ def aligned_time(
     check_size("share", (*shares.shape, *eigenvalues.shape))
     roots = np.cbrt(gamma)
     reached, begun = np.cbrt(shares)[..., None], first / roots
-    if (begun >= reached).any():
+    unlearnt = (1 - shares[..., None]) / (1 + reached + reached**2)  # 1 − s, also where s rounds to 1
+    gain = np.where(begun < 0.5, reached - begun, (1 - begun) - unlearnt)
+    if (gain <= 0).any():
         expected = f"below {float((reached * roots).min()):.6g}, where the share is already learnt"
         raise InputError("start", expected, f"{first:.6g}", "start smaller or ask for a larger share")
-    return (_antiderivative(reached) - _antiderivative(begun)) / (eigenvalues**2 * roots)
+    return _growth_time(begun, reached, gain, unlearnt) / (eigenvalues**2 * roots)
 
 
-def _antiderivative(s: np.ndarray) -> np.ndarray:
-    """Return ∫ ds / (s² (1 − s³))."""
-    logarithms = np.log1p(s + s**2) / 6 - np.log1p(-s) / 3
-    return logarithms - 1 / s - np.arctan((2 * s + 1) / np.sqrt(3)) / np.sqrt(3)
+def _growth_time(begun: np.ndarray, reached: np.ndarray, gain: np.ndarray, unlearnt: np.ndarray) -> np.ndarray:
+    """Return ∫ ds / (s² (1 − s³)) from `begun` to `reached` = `begun` + `gain` = 1 − `unlearnt`, term by term.
+
+    Each term is the difference of its values at both ends, without cancellation.
+    """
+    logarithms = np.log1p(gain / unlearnt) / 3 + np.log1p(gain * (1 + reached + begun) / (1 + begun + begun**2)) / 6
+    angle = np.arctan(2 * np.sqrt(3) * gain / (3 + (2 * reached + 1) * (2 * begun + 1)))
+    return gain / (reached * begun) + logarithms - angle / np.sqrt(3)
 
 
 def shifted_risk(

@@ -33,7 +33,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from joma.arguments import InputError, aligned, broadcast, choice, in_range, probabilities, real, scalar
+from joma.arguments import SUM_ERROR, InputError, aligned, broadcast, choice, in_range, probabilities, real, scalar
 
 Weights = Float[np.ndarray, "*lead token hidden"]
 Tokens = Float[np.ndarray, "*lead token"]
@@ -316,22 +316,24 @@ def ledger_rates(
 
 
 def reference(x: ArrayLike, weight: ArrayLike | None = None) -> np.ndarray:
-    """Return b_ref = E[x] / Σ_l E[x_l], the reference of the softmax prediction.
+    """Return b_ref, the reference of the softmax prediction: the mean of uniform attention.
+
+        b_ref = E[x / Σ_l x_l]
+
+    That is E[x] where x are frequencies. Counts give the same: softmax attention does not see the size of a row either.
 
     Args:
-        x: token frequencies, [sample, token].
+        x: token frequencies or counts, [sample, token]; samples without tokens are left out.
         weight: probability of each sample; equal ones by default.
 
-    >>> reference([[1.0, 3.0], [1.0, 3.0]])
-    array([0.25, 0.75])
+    >>> reference([[1.0, 3.0], [2.0, 0.0]])
+    array([0.625, 0.375])
     """
-    frequency = real("x", x, ndim=2, low=0.0)
+    frequency = _frequencies("x", x)
     share = np.full(len(frequency), 1 / len(frequency)) if weight is None else probabilities("weight", weight, ndim=1)
     if share.shape != frequency.shape[:1]:
         raise InputError("weight", f"one for each of {len(frequency)} samples", share.shape, "match `x`")
-    with np.errstate(all="ignore"):
-        mean = share @ frequency
-        in_range("x", mean.sum())
+    mean = share @ frequency
     if not mean.sum() > 0:
         raise InputError("x", "positive somewhere", "zeros only", "give the tokens' frequencies")
     return mean / mean.sum()
@@ -449,12 +451,21 @@ def _per_step(name: str, value: ArrayLike, path: np.ndarray) -> np.ndarray:
 
 def _reference(name: str, value: ArrayLike | None, weights: np.ndarray) -> np.ndarray:
     if value is None:
-        raise InputError(name, "given for softmax attention", None, "pass `reference(x)`, the normalised E[x]")
+        raise InputError(name, "given for softmax attention", None, "pass `reference(x)`")
     array = probabilities(name, value)
     if array.shape[-1:] != weights.shape[-2:-1]:
         raise InputError(name, f"of {weights.shape[-2]} tokens", f"shape {array.shape}", "match the token axis of `v`")
     broadcast(**{name: array, "v": weights[..., 0]})
     return array
+
+
+def _frequencies(name: str, value: ArrayLike) -> np.ndarray:
+    """Return rows divided by their sums; rows of zeros, and rows that sum to 1 up to rounding, stay to the bit."""
+    rows = real(name, value, ndim=2, low=0.0)
+    with np.errstate(over="ignore"):
+        sums = rows.sum(axis=1, keepdims=True)
+    in_range(name, sums)
+    return np.divide(rows, sums, out=rows.copy(), where=(sums > 0) & (abs(sums - 1) > SUM_ERROR))
 
 
 def _unit(z: Tokens) -> Tokens:

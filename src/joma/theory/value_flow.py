@@ -142,7 +142,7 @@ class ValueFlow:
     architecture: ValueArchitecture
     rates: ValueRates
     b_ref: Token
-    """E[x], normalised: the reference of softmax's ledger."""
+    """The mean of uniform attention: the reference of softmax's ledger."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -294,7 +294,7 @@ def value_block(
         attention: a name of `invariants.ATTENTIONS`.
         activation: a smooth one of `activations.ACTIVATIONS`, or an `Activation`.
         gradient: −∂loss/∂outputs as a function of the outputs, both [sample, output]: one of `losses`, or your own.
-        x: token frequencies of each sample, [sample, token].
+        x: token frequencies of each sample, [sample, token]; softmax attention takes counts as well.
         query: the query token of each sample, counted from 0.
         weight: probability of each sample; equal ones by default.
         rates: learning rates.

@@ -166,15 +166,15 @@ def half_weights(model: nn.Module, updater: Updater, compute: Compute) -> Iterat
     """
     weights = model.product_weights() if compute.half and isinstance(model, CompiledModel) else {}
     originals: dict[str, nn.Parameter] = {}
-    for name, copy in updater.half_copies(weights).items():
-        module, attribute = weights[name]
+    for name, copy in updater.half_copies({name: weight.copy for name, weight in weights.items()}).items():
+        module, attribute, _ = weights[name]
         originals[name] = getattr(module, attribute)
         setattr(module, attribute, copy)
     try:
         yield
     finally:
         for name, original in originals.items():
-            module, attribute = weights[name]
+            module, attribute, _ = weights[name]
             setattr(module, attribute, original)
 
 

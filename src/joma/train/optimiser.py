@@ -144,9 +144,13 @@ class Updater:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def half_copies(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
-        """Return copies in bfloat16 that follow large parameters; only `PackedAdam` makes any."""
-        del names
+    def half_copies(self, makers: Mapping[str, Callable[[Tensor], Tensor]]) -> Mapping[str, nn.Parameter]:
+        """Return copies in bfloat16 that follow large parameters, by name; only `PackedAdam` makes any.
+
+        Args:
+            makers: functions that make the copies, by name, as of `joma.train.protocol.ProductWeight`.
+        """
+        del makers
         return {}
 
     @torch.no_grad()
@@ -175,10 +179,10 @@ class Updater:
         decay = self.optimiser.weight_decay
         for name in names:
             parameter, gradient = self._tensors(name)
-            gradient = gradient if clipping is None else gradient * _per_seed(clipping, parameter)
+            gradient = gradient if clipping is None else gradient * per_seed(clipping, parameter)
             gradient = gradient + decay * parameter if decay else gradient
-            gradient = gradient if diverged is None else gradient.masked_fill(_per_seed(diverged, parameter), 0.0)
-            parameter.sub_(_per_seed(rate.to(parameter.dtype), parameter) * gradient)
+            gradient = gradient if diverged is None else gradient.masked_fill(per_seed(diverged, parameter), 0.0)
+            parameter.sub_(per_seed(rate.to(parameter.dtype), parameter) * gradient)
 
     def _adam(
         self, names: list[str], rate: Tensor, clipping: Tensor | None, t: Tensor, diverged: Tensor | None
@@ -248,7 +252,7 @@ def seed_rows(tensor: Tensor) -> Float[Tensor, "seed element"]:
     return tensor.reshape(len(tensor), -1)
 
 
-def _per_seed(value: Tensor, parameter: Tensor) -> Tensor:
+def per_seed(value: Tensor, parameter: Tensor) -> Tensor:
     """Reshape a number, or one for each seed, so that it broadcasts with the parameter."""
     return value.view(-1, *(1,) * (parameter.ndim - 1)) if value.ndim else value
 
@@ -259,7 +263,12 @@ def gradient_norms(gradients: Iterable[Tensor | None]) -> Float[Tensor, " seed"]
     >>> gradient_norms([torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.zeros(2, 5)])
     tensor([5.0000, 0.5000])
     """
-    rows = [seed_rows(gradient) for gradient in gradients if gradient is not None]
+    # A part of a larger tensor is not flattened, which would copy it.
+    rows = [
+        gradient if gradient.ndim > 1 and not gradient.is_contiguous() else seed_rows(gradient)
+        for gradient in gradients
+        if gradient is not None
+    ]
     dtype = torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32
-    norms = [torch.linalg.vector_norm(row, dim=1, dtype=dtype) for row in rows]
+    norms = [torch.linalg.vector_norm(row, dim=tuple(range(1, row.ndim)), dtype=dtype) for row in rows]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)

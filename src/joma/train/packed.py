@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from joma.arguments import InputError
-from joma.train.optimiser import EPSILON, Group, Optimiser, Updater, clipping_factors, seed_rows
+from joma.train.optimiser import EPSILON, Group, Optimiser, Updater, clipping_factors, per_seed, seed_rows
 
 LARGE = 1 << 20  # a parameter with at least so many elements is updated in its own pass
 
@@ -28,8 +28,8 @@ class PackedAdam(Updater):
     """Adam or AdamW for a captured step: no value is read back, and small parameters share one pass.
 
     Attributes:
-        halves: bfloat16 copies of large parameters. The model reads the copies alone, so they have the gradients; an
-            update writes both.
+        halves: bfloat16 copies of large parameters, whose leading parts are the parameters. The model reads the copies
+            alone, so they have the gradients; an update writes both.
     """
 
     def __init__(self, optimiser: Optimiser, model: nn.Module) -> None:
@@ -53,11 +53,11 @@ class PackedAdam(Updater):
                 self.moments[name][kind] = view
         return _Pack(large, small, moments, torch.cat([_seed_numbers(self.parameters[name]) for name in small]).int())
 
-    def half_copies(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
-        """Make and return bfloat16 copies of the large float32 parameters among `names`; updates write them too."""
+    def half_copies(self, makers: Mapping[str, Callable[[Tensor], Tensor]]) -> Mapping[str, nn.Parameter]:
+        """Make and return bfloat16 copies of the large float32 parameters that have a maker; updates write them too."""
         large = {name for pack in self.packs for name in pack.large}
-        chosen = [name for name in names if name in large and self.parameters[name].dtype == torch.float32]
-        self.halves = {name: nn.Parameter(self.parameters[name].detach().bfloat16()) for name in chosen}
+        chosen = [name for name in makers if name in large and self.parameters[name].dtype == torch.float32]
+        self.halves = {name: nn.Parameter(makers[name](self.parameters[name].detach())) for name in chosen}
         return self.halves
 
     def zero_grad(self) -> None:
@@ -84,7 +84,7 @@ class PackedAdam(Updater):
         t = (step if self.optimiser.restart is None else step % self.optimiser.restart) + 1
         for group, factor, pack in zip(self.groups, factors, self.packs, strict=True):
             coefficients = self._coefficients(group, factor, clipping, t)
-            self._update_pack(pack, coefficients | {"diverged": diverged[:, None]})
+            self._update_pack(pack, coefficients | {"diverged": diverged})
 
     def _coefficients(
         self, group: Group, factor: Tensor | None, clipping: Tensor | None, t: Tensor
@@ -101,8 +101,8 @@ class PackedAdam(Updater):
     def _update_pack(self, pack: _Pack, coefficients: dict[str, Tensor]) -> None:
         for name, gradient in zip(pack.large, self._gradients(pack.large), strict=True):
             parameter, half = self.parameters[name].detach(), self.halves.get(name)
-            rows = map(seed_rows, (parameter, gradient, *self.moments[name].values()))
-            adam_update(*rows, half=None if half is None else seed_rows(half.detach()), **coefficients)
+            half = None if half is None else leading_part(half.detach(), parameter)
+            adam_update(parameter, gradient, *self.moments[name].values(), half=half, **coefficients)
         if pack.small:
             parameters = [self.parameters[name].detach() for name in pack.small]
             packed, gradients = (
@@ -126,14 +126,25 @@ class PackedAdam(Updater):
         if half is None:
             return gradient
         gradient = None if gradient is None else gradient.to(half.dtype)
-        return half.grad if gradient is None else gradient if half.grad is None else gradient + half.grad
+        of_copy = None if half.grad is None else leading_part(half.grad, self.parameters[name])
+        return of_copy if gradient is None else gradient if of_copy is None else gradient + of_copy
 
-    def _gradient_rows(self, pack: _Pack) -> list[Float[Tensor, "seed _"]]:
+    def _gradient_rows(self, pack: _Pack) -> list[Float[Tensor, "seed ..."]]:
         """Return the gradients of the large parameters, and those of the small ones as one tensor, seed by seed."""
-        rows = [seed_rows(gradient) for gradient in self._gradients(pack.large)]
+        rows = self._gradients(pack.large)
         if pack.small:
             rows.append(torch.cat([seed_rows(gradient) for gradient in self._gradients(pack.small)], dim=1))
         return rows
+
+
+def leading_part(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return the leading part of a tensor that has the shape of the parameter, as a view.
+
+    >>> leading_part(torch.arange(12).view(3, 4), torch.zeros(2, 3))
+    tensor([[0, 1, 2],
+            [4, 5, 6]])
+    """
+    return tensor[tuple(map(slice, parameter.shape))]
 
 
 def _seed_numbers(parameter: Tensor) -> Tensor:
@@ -151,7 +162,7 @@ def _adam_coefficients(
     decay: float,
     decoupled: bool,
 ) -> dict[str, Tensor]:
-    """Return the coefficients of `_update` that depend on optimiser, clipping and time, each [seed, 1] or []."""
+    """Return the coefficients of `_update` that depend on optimiser, clipping and time, each [seed] or []."""
     correction_1, correction_2 = (1 - beta ** t.double() for beta in betas)
     unity = torch.ones_like(correction_1)
     beta_1, beta_2 = (beta * unity for beta in betas)
@@ -167,7 +178,7 @@ def _adam_coefficients(
         "shrink": 1 - rate * decay if decoupled else unity,
         "continues": t > 1,
     }
-    return {name: (value[:, None] if value.ndim else value).to(dtype) for name, value in values.items()}
+    return {name: value.to(dtype) for name, value in values.items()}
 
 
 def _update(
@@ -203,10 +214,10 @@ def _update(
         owner: the seed of each element, where parameters are packed and the coefficients are one for each seed.
         half: a copy of the parameter in half precision, which follows it.
     """
-    if owner is not None:
-        rate, clipping, shrink, diverged = (
-            value[owner, 0] if value.ndim else value for value in (rate, clipping, shrink, diverged)
-        )
+    rate, clipping, shrink, diverged = (
+        per_seed(value, p) if owner is None else value[owner] if value.ndim else value
+        for value in (rate, clipping, shrink, diverged)
+    )
     gradient = clipping * g.to(p.dtype) + decay * p
     mean = beta_1 * continues * m + gain_1 * gradient
     square = beta_2 * continues * v + gain_2 * gradient * gradient

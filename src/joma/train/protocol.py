@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
+from joma.kernels.products import ProductWeight
+
 
 @runtime_checkable
 class CompiledModel(Protocol):
@@ -20,8 +22,8 @@ class CompiledModel(Protocol):
         """Return the modules to compile; modules of one class share a graph."""
         ...
 
-    def product_weights(self) -> Mapping[str, tuple[nn.Module, str]]:
-        """Return the weights that only matrix products read: the module and its attribute, by parameter name.
+    def product_weights(self) -> Mapping[str, ProductWeight]:
+        """Return the weights that only matrix products read, by parameter name.
 
         With bfloat16 products the loop replaces large ones by copies in bfloat16 while a step is captured.
         """

@@ -32,8 +32,10 @@ def means(recording: Recording) -> Averages:
     """
     layers, block = recording.arrays()
     measures = recording.measures
+    if block.shape[1] == 1:
+        return layers, dict(zip(measures, block[:, 0], strict=True))
     defined = ~np.isnan(block)
-    weights = defined if block.shape[1] == 1 else defined * recording.pass_row_counts()[..., None]
+    weights = defined * recording.pass_row_counts()[..., None]
     count = weights.sum(axis=1)
     total = np.where(defined, weights * block, 0.0).sum(axis=1)
     values = np.where(count, total / np.maximum(count, 1), np.nan)

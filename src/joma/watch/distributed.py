@@ -6,7 +6,7 @@ on one process is a failure on all of them, so that none waits for another in a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from joma.arguments import InputError, StateError, flag, short_reason
-from joma.watch.blocks import all_modules
 
 T = TypeVar("T")
 
@@ -153,13 +152,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = module
 
 
-def reshard(model: nn.Module) -> None:
-    """Free the parameters that `fully_shard` has gathered for a forward pass.
+def reshard(modules: Collection[nn.Module]) -> None:
+    """Free the parameters that `fully_shard` has gathered in a model's modules for a forward pass.
 
     Its outermost module keeps them for a backward pass, which a probe never makes. An optimiser's step would change the
     shards alone, and the next forward pass would use the old gathered values.
     """
-    modules = all_modules(model).values()
     sharded = {kind for kind in set(map(type, modules)) if hasattr(kind, "_get_fsdp_state")}
     for module in modules if sharded else ():
         if type(module) in sharded:

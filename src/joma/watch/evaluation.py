@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-from joma.watch.blocks import all_modules
 
 
 def call_model(model: nn.Module, batch: Any) -> object:
@@ -33,13 +31,13 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Turn the training flag of each module and gradients off, and restore the flags afterwards.
+def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Turn gradients and the training flag of each of a model's modules off, and restore the flags afterwards.
 
     The flags are set directly: `model.eval()` may be overridden, and then do more, such as merging adapters; and to set
     an attribute of a module takes a microsecond, which a small model's probe would notice.
     """
-    training = [attributes for attributes in map(vars, all_modules(model).values()) if attributes.get("training")]
+    training = [attributes for attributes in map(vars, modules) if attributes.get("training")]
     for attributes in training:
         attributes["training"] = False
     try:

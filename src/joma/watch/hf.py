@@ -20,6 +20,7 @@ except ImportError:
     raise InputError("transformers", "installed", "no such package", "run `pip install 'joma[hf]'`") from None
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 MAX_EXAMPLES = 4  # in the default probe batch: enough for a mean, and cheaper than a training step
@@ -35,7 +36,9 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
 
     Args:
         batch: the fixed probe batch, a mapping of the model's arguments; by default the first examples of the training
-            set, at most four, collated by the Trainer's collator. Its masks select the query positions that count.
+            set, at most four, collated by the Trainer's collator; for transformers' own causal language models without
+            labels and without a cache of keys and values, which would only cost. Its masks select the query positions
+            that count.
         options: as for `joma.watch.Recorder`: `at`, `forward`, `ranks`, `rows`, `precision`, `floor`, `patience` …
 
     >>> callback = EntropyCallback(at=[0, 100, 1000], ranks=False)
@@ -60,6 +63,7 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
                 if batch is None:
                     count = min(MAX_EXAMPLES, args.per_device_train_batch_size)
                     batch = _examples(kwargs["train_dataloader"], count, processes)
+                    batch = batch if self.options.get("forward") else _attention_alone(model, batch)
                 options = {"distributed": processes.count > 1, **self.options}
                 recorder = Recorder(model, batch, **options)
             self.recorder = recorder
@@ -71,7 +75,10 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
         if self.recorder is not None:
             last = state.global_step >= state.max_steps or control.should_training_stop
             scalars = self.recorder(state.global_step, gradients=False)
-            self._log(scalars or (self.recorder.probe(state.global_step, gradients=False) if last else {}))
+            if last and not scalars:
+                scalars = self.recorder.probe(state.global_step, gradients=False)
+            if scalars:  # nearly all steps have none
+                self._log(scalars)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -102,7 +109,8 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
     ) -> None:
         """Measure the gradients here if nothing has clipped them."""
         del args, state, control, kwargs
-        self._before_clipping.close()
+        if self.options.get("gradients"):
+            self._before_clipping.close()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -165,6 +173,19 @@ def _examples(loader: Any, count: int, processes: Processes) -> Mapping[str, Any
     first = processes.rank * count
     with preserve_random_state():
         return loader.collate_fn([dataset[index % len(dataset)] for index in range(first, first + count)])
+
+
+def _attention_alone(model: nn.Module, batch: Any) -> Any:
+    """Return examples from which a causal language model of transformers computes no loss and no cache for generation.
+
+    A probe reads neither. Of a large vocabulary the loss takes more memory than all else.
+    """
+    kind = type(model)
+    is_known = kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("ForCausalLM")
+    if not is_known or not isinstance(batch, Mapping) or "input_ids" not in batch:
+        return batch
+    without_cache = {"use_cache": False} if "use_cache" in inspect.signature(kind.forward).parameters else {}
+    return {name: value for name, value in batch.items() if name != "labels"} | without_cache
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from joma.runs import write_recording
 from joma.stamp import provenance
 from joma.watch import averages
 from joma.watch.block_values import GRADIENT, combine_blocks, has_gradients, hidden_parts, watch_blocks
-from joma.watch.blocks import find_blocks
+from joma.watch.blocks import all_modules, find_blocks
 from joma.watch.collapse import Collapsed, CollapseDetector
 from joma.watch.distributed import find_processes, model_device, reshard, unwrap
 from joma.watch.evaluation import call_model, evaluation_mode, move, preserve_random_state
@@ -245,12 +245,12 @@ class Recorder(RecorderViews):
     def _run(self, device: torch.device, reduce: str) -> tuple[Recording, HiddenStates | None]:
         """Run the model on the batch, and return what was recorded of attention and of hidden states."""
         watching = attention(self.model, reduce=reduce, **self._watching)
-        blocks = watch_blocks(self.model, self._blocks)
+        blocks, modules = watch_blocks(self.model, self._blocks), all_modules(self.model).values()
         try:
-            with preserve_random_state(device), evaluation_mode(self.model), watching as recording, blocks as states:
+            with preserve_random_state(device), evaluation_mode(modules), watching as recording, blocks as states:
                 self.forward(self.model, self.batch)
         finally:
-            reshard(self.model)
+            reshard(modules)
         if recording.longest == 0 and recording.refused is not None:
             raise recording.refused
         if recording.longest < 2:

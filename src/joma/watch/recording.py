@@ -192,6 +192,10 @@ class Recording(RecordingViews):
             raise self.refused
         if not passes:
             raise StateError("recording", "has no forward pass", "call `model(...)` inside the context")
+        order = [self._stored.index(name) for name in self.measures]
+        if len(passes) == 1 and len({values.shape for values in passes[0].values()}) == 1:
+            block = np.stack(_on_host(list(passes[0].values())), axis=1)
+            return list(passes[0]), block[order, None]
         names = list(dict.fromkeys(layer for layers in passes for layer in layers))
         shapes = np.array([values.shape[1:] for layers in passes for values in layers.values()])
         block = np.full((len(self._stored), len(passes), len(names), *shapes.max(axis=0)), np.nan)
@@ -199,7 +203,7 @@ class Recording(RecordingViews):
             for layer, values in zip(layers, _on_host(list(layers.values())), strict=True):
                 position = (slice(None), index, names.index(layer), *map(slice, values.shape[1:]))
                 block[position] = values
-        return names, block[[self._stored.index(name) for name in self.measures]]
+        return names, block[order]
 
     def row_counts(self) -> dict[str, int]:
         """Return how many rows of attention were counted in all passes, by layer."""
@@ -373,6 +377,8 @@ class Recording(RecordingViews):
 
     def _reduce_pending(self) -> None:
         """Reduce the pending measures, those of one shape in one batch: on a GPU the calls cost more than the work."""
+        if not self._pending:
+            return
         pending, self._pending = self._pending, {}
         groups: dict[Any, list[str]] = {}
         for label, call in pending.items():
@@ -381,9 +387,10 @@ class Recording(RecordingViews):
         with torch._C.DisableTorchFunction():  # these are not calls of the model: nothing is to be intercepted
             for labels in groups.values():
                 values = self._stack([pending[label] for label in labels])
-                counts = values.isnan().logical_not_().any(dim=3).sum(dim=(2, 3))
+                defined = values.eq(values)  # False for NaN
+                counts = defined.any(dim=3).sum(dim=(2, 3))
                 self._row_counts.append((len(self._passes) - 1, labels, counts))
-                reduced.update(zip(labels, self._reduce(values).unbind(1), strict=True))
+                reduced.update(zip(labels, self._reduce(values, defined).unbind(1), strict=True))
         for label in pending:  # in the order of the calls
             self._passes[-1][label] = reduced[label]
 
@@ -396,16 +403,21 @@ class Recording(RecordingViews):
         return values
 
     def _reduce(
-        self, values: Float[Tensor, "computed layer batch head query"]
+        self,
+        values: Float[Tensor, "computed layer batch head query"],
+        defined: Bool[Tensor, "computed layer batch head query"],
     ) -> Float[Tensor, "measure layer *reduced"]:
-        """Return the measures, reduced, in the order of `_stored`."""
+        """Return the measures, reduced, in the order of `_stored`; `defined` says where they are no NaN."""
         means = sum(MEASURES[name].reduction == "mean" for name in self._computed)
-        parts = [values[:means]]
-        if "effective_tokens" in self.measures:
-            parts.append(values[:1].exp())  # the entropy is the first
-        parts = [_mean(torch.cat(parts) if len(parts) > 1 else parts[0], self._axes)] if means else []
+        effective = "effective_tokens" in self.measures  # from the entropy, which is the first
+        parts = [values[:means], values[:1].exp()] if effective else [values[:means]]
+        parts = [torch.cat(parts) if len(parts) > 1 else parts[0]] if means else []
+        if means and self._axes:
+            counts = defined[:means].sum(self._axes)
+            counts = torch.cat((counts, counts[:1])) if effective and means > 1 else counts
+            parts = [parts[0].nansum(self._axes).div_(counts)]  # as `nanmean`, whose counts would be counted again
         if means < len(self._computed):
-            parts.append(_maximum(values[means:], self._axes))
+            parts.append(_maximum(values[means:], defined[means:], self._axes))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -418,20 +430,17 @@ def _on_host(values: list[Tensor]) -> list[np.ndarray]:
     arrays: dict[int, np.ndarray] = {}
     for indices in groups.values():
         stacked = torch.stack([values[index] for index in indices]) if len(indices) > 1 else values[indices[0]][None]
-        arrays.update(zip(indices, stacked.double().cpu().numpy(), strict=True))
+        arrays.update(zip(indices, stacked.cpu().double().numpy(), strict=True))  # no kernel to convert
     return [arrays[index] for index in range(len(values))]
 
 
-def _mean(values: Tensor, axes: tuple[int, ...]) -> Tensor:
-    return values.nanmean(dim=axes) if axes else values
-
-
-def _maximum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
+def _maximum(values: Tensor, defined: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Return the largest defined value, NaN where none is defined."""
-    if not axes or values.numel() == 0:
-        return _mean(values, axes)
-    undefined = values.isnan()
-    return values.masked_fill(undefined, -torch.inf).amax(axes).masked_fill(undefined.all(axes), torch.nan)
+    if not axes:
+        return values
+    if values.numel() == 0:
+        return values.nanmean(dim=axes)
+    return values.masked_fill(~defined, -torch.inf).amax(axes).masked_fill(~defined.any(dim=axes), torch.nan)
 
 
 def check_sinks(sinks: Any) -> Sinks:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -33,7 +33,7 @@ from joma.watch.masks import (
     shows_all,
     visible,
 )
-from joma.watch.module_hooks import Hooks, module_hooks
+from joma.watch.module_hooks import Hooks, around, module_hooks
 from joma.watch.sequence_starts import starts_by_mask
 
 CHOICES = ("masks", "all")
@@ -77,16 +77,22 @@ class RowMasks:
         self._thread = threading.get_ident()
 
     @contextmanager
-    def hooks(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Note the masks of every call of `modules` inside the context, and warn once of rows that are unknown."""
+    def hooks(self, modules: Mapping[str, nn.Module], outer: Iterable[Hooks] = ()) -> Iterator[None]:
+        """Note the masks of every call of `modules` inside the context, and warn once of rows that are unknown.
+
+        `outer` are other hooks that take keyword arguments, each around ours of the same module.
+        """
         self._modules = modules
-        hooks = [
-            Hooks(modules[name], partial(self._enter, name, parameters), partial(self._leave, name), kwargs=True)
-            for name, parameters in _parameters(modules).items()
-            if parameters.has_masks
-        ]
+        hooks: dict[nn.Module, Hooks] = {}
+        for name, parameters in _parameters(modules).items():
+            if parameters.has_masks:
+                enter, leave = partial(self._enter, name, parameters), partial(self._leave, name)
+                hooks[modules[name]] = Hooks(modules[name], enter, leave, kwargs=True)
+        for other in outer:
+            inner = hooks.get(other.module)
+            hooks[other.module] = other if inner is None else around(other, inner)
         try:
-            with module_hooks(hooks):
+            with module_hooks(hooks.values()):
                 yield
         finally:
             self._modules = {}

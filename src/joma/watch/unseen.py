@@ -65,6 +65,8 @@ NO_VALUES = "it ran on meta or fake tensors, which hold no values"
 NEVER_RECORDED = 5  # the first kinds: their softmaxes are no attention of positions to positions
 _NOT_ATTENTION = re.compile(r"(?i)(norm|dropout|mask|bias|embeddings?|output|projection|mlp|softmax)$")
 
+PARTS_WITHOUT_ATTENTION = re.compile(r"(MLP|RMSNorm|RotaryEmbedding)$")  # the names of classes in `transformers.models`
+
 
 def attention_kind(module: nn.Module) -> Kind | None:
     """Return which kind of attention, or of what stands in its place, a module seems to be by its class; None if none.
@@ -83,6 +85,17 @@ def _kind_of_class(name: str) -> Kind | None:
     if _NOT_ATTENTION.search(name):
         return None
     return next((kind for kind in KINDS if kind.pattern.search(name)), None)
+
+
+def calls_no_attention(kind: type[nn.Module]) -> bool:
+    """Return whether modules of a class are known to call no attention: parts of transformers' models, and lists.
+
+    >>> calls_no_attention(nn.ModuleList), calls_no_attention(nn.MultiheadAttention)
+    (True, False)
+    """
+    package = kind.__module__
+    is_part = package.startswith("transformers.models.") and PARTS_WITHOUT_ATTENTION.search(kind.__name__) is not None
+    return is_part or package == "transformers.activations" or kind.forward is nn.Module.forward
 
 
 def unseen_reason(module: nn.Module, kind: Kind) -> str:

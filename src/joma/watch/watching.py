@@ -19,11 +19,11 @@ from joma.watch.blocks import all_modules, layer_names
 from joma.watch.constants import Constants
 from joma.watch.flash import rebound
 from joma.watch.interception import interception, measured_function
-from joma.watch.module_hooks import Hooks, module_hooks
+from joma.watch.module_hooks import Hooks
 from joma.watch.recording import DEFAULT_MEASURES, Recording
 from joma.watch.registry import wrapped_registry
 from joma.watch.switches import without_compilation, without_fast_path
-from joma.watch.unseen import attention_kind
+from joma.watch.unseen import attention_kind, calls_no_attention
 
 
 def check_model(model: Any, modules: Mapping[str, nn.Module] | None = None) -> nn.Module:
@@ -118,8 +118,8 @@ def attention(
         stack.enter_context(wrapped_registry(measured_function))
         stack.enter_context(rebound({type(module).__module__ for module in modules.values()}, measured_function))
         layers = layer_names(modules)
-        stack.enter_context(recording.row_masks.hooks({layers[name]: module for name, module in modules.items()}))
-        stack.enter_context(module_hooks(_hooks(modules, layers, recording)))
+        layer_modules = {layers[name]: module for name, module in modules.items()}
+        stack.enter_context(recording.row_masks.hooks(layer_modules, _hooks(modules, layers, recording)))
         stack.enter_context(interception(recording))
         yield recording
     recording.close()
@@ -128,8 +128,13 @@ def attention(
 
 def _hooks(modules: Mapping[str, nn.Module], layers: Mapping[str, str], recording: Recording) -> Iterator[Hooks]:
     """Yield hooks that notify `recording` when a module is entered and left, with the name of its layer."""
+    kinds = set(map(type, modules.values()))
+    without_attention = {kind for kind in kinds if calls_no_attention(kind)}
+    elementary = {kind for kind in kinds if kind.__module__.startswith("torch.nn.modules")}  # linear maps, norms, …
     for name, module in modules.items():
-        if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
-            continue  # torch's elementary layers (linear maps, norms, …) do not call attention
+        kind = type(module)
+        is_plain = kind in without_attention and "forward" not in module.__dict__
+        if name and (is_plain or (kind in elementary and not module._modules)):
+            continue
         enter = partial(recording.enter, layers[name], attention_kind(module))
         yield Hooks(module, enter, recording.leave, kwargs=True)

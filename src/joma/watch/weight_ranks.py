@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +12,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from joma.arguments import InputError
-from joma.probes.rank import stable_rank
+from joma.probes.rank import small_grams, stable_rank, stable_rank_from_gram
 from joma.watch.blocks import WRAPPERS, all_modules, all_parameters
 from joma.watch.distributed import Processes, full_weight, is_fsdp_wrapper, is_sharded
 
 MAX_STACKED = 2**24  # elements that are copied at once to measure weights of the same shape together
-SMALL_SIDE, SMALL_SIZE = 64, 2**17  # of a weight on a GPU that is measured on the CPU
+SMALL_SIDE, SMALL_SIZE = 64, 2**17  # of a weight on a GPU whose Gram matrix is measured on the CPU
 LOWER_MATRIX = (  # of an MLP, in GPT-NeoX, OPT, torch, Llama, Phi, GPT-2, BERT and ViT, OLMo, DistilBERT, T5
     r"(?:^|\.)(dense_h_to_4h|fc1|linear1|up_proj|gate_proj|gate_up_proj|c_fc|intermediate\.dense|ff_proj|lin1|wi|wi_[01]"
     r"|w1)\.weight$"
@@ -55,12 +55,18 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _named(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Parameter]:
     """Return parameters by name; to look a few up takes a fraction of the time of listing all."""
-    modules = all_modules(model)
     try:
-        places = [(name, *name.rpartition(".")[::2]) for name in names]
-        return {name: cast(nn.Parameter, modules[module]._parameters[last]) for name, module, last in places}
-    except KeyError:  # the names of wrapped modules lack the wrappers' parts
+        return {name: _parameter(model, name) for name in names}
+    except (KeyError, AttributeError):  # the names of wrapped modules lack the wrappers' parts
         return _parameters(model)
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter:
+    *path, last = name.split(".")
+    module: Any = model
+    for part in path:
+        module = module._modules[part]
+    return module._parameters[last]
 
 
 def stable_ranks(
@@ -97,21 +103,13 @@ def stable_ranks(
     return processes.total(ranks)
 
 
-def _small_on_cpu(weights: list[Tensor]) -> list[Tensor]:
-    """Return the weights with small ones on the CPU: there forty small operations take less time than on a GPU."""
-    sizes = [(min(weight.shape), weight.numel()) for weight in weights]
-    fits = [side <= SMALL_SIDE and size <= SMALL_SIZE for side, size in sizes]
-    small = [index for index, weight in enumerate(weights) if weight.is_cuda and fits[index]]
-    moved = dict(zip(small, copied_together([weights[index] for index in small]), strict=True))
-    return [moved.get(index, weight) for index, weight in enumerate(weights)]
-
-
 def copied_together(tensors: list[Tensor]) -> list[Tensor]:
     """Copy tensors to the CPU, those of a dtype at once: each copy from a device waits for it."""
     copies: dict[int, Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors}:
         indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        joined = torch.cat([tensors[index].reshape(-1) for index in indices]).cpu()
+        flat = [tensors[index].reshape(-1) for index in indices]
+        joined = (torch.cat(flat) if len(flat) > 1 else flat[0]).cpu()
         parts = joined.split([tensors[index].numel() for index in indices])
         copies |= {index: part.view(tensors[index].shape) for index, part in zip(indices, parts, strict=True)}
     return [copies[index] for index in range(len(tensors))]
@@ -122,19 +120,34 @@ def _grouped_ranks(weights: list[Tensor]) -> list[float]:
 
     Everything is computed before the first result is awaited: on a GPU waiting costs more than the work.
     """
-    weights, groups = _small_on_cpu(weights), {}
+    groups: dict[Any, list[int]] = {}
     for index, weight in enumerate(weights):
         groups.setdefault((*sorted(weight.shape), weight.dtype, weight.device), []).append(index)
     measured: list[tuple[list[int], Tensor]] = []
+    small: list[tuple[list[int], Tensor]] = []  # Gram matrices that are still on a GPU
     for group in groups.values():
         batch_size = max(1, MAX_STACKED // max(1, weights[group[0]].numel()))
         for start in range(0, len(group), batch_size):
             indices = group[start : start + batch_size]
             wide = [weights[index] for index in indices]
             wide = [weight if weight.shape[0] <= weight.shape[1] else weight.T for weight in wide]
-            measured.append((indices, stable_rank(torch.stack(wide) if len(wide) > 1 else wide[0]).reshape(-1)))
+            batch = torch.stack(wide) if len(wide) > 1 else wide[0]
+            if not _is_small_on_gpu(batch):
+                measured.append((indices, stable_rank(batch)))
+            elif batch.dtype == torch.float64:  # whose squares may leave the range of float64
+                measured.append((indices, stable_rank(batch.cpu())))
+            else:
+                small.append((indices, small_grams(batch)))
+    grams = copied_together([gram for _, gram in small])
+    measured += [(indices, stable_rank_from_gram(gram)) for (indices, _), gram in zip(small, grams, strict=True)]
     ranks = [0.0] * len(weights)
     for indices, batch in measured:
-        for index, rank in zip(indices, batch.tolist(), strict=True):
+        for index, rank in zip(indices, batch.reshape(-1).tolist(), strict=True):
             ranks[index] = rank
     return ranks
+
+
+def _is_small_on_gpu(weights: Float[Tensor, "*batch row column"]) -> bool:
+    """Return whether the CPU, once it has the Gram matrices, takes less time than a GPU for forty small operations."""
+    rows, columns = weights.shape[-2:]
+    return weights.is_cuda and rows <= SMALL_SIDE and rows * columns <= SMALL_SIZE

@@ -4,9 +4,18 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
-from joma.studies.related.even_pairs_training import Arm, WorldConfig, arms, attention_errors, solve, targets, train
+from joma.studies.related.even_pairs_training import (
+    SOLVER,
+    Arm,
+    WorldConfig,
+    arms,
+    attention_errors,
+    solve,
+    targets,
+    train,
+)
 from joma.study import Context
-from joma.theory.even_pairs import all_sequences, pair_attention, pair_margins
+from joma.theory.even_pairs import all_sequences, pair_attention, pair_flow, pair_margins, pair_start
 
 CONFIG = WorldConfig(lengths=(3,), until=100.0, records=60, trained_length=3, rates=(0.1, 0.5), steps=200)
 
@@ -45,6 +54,21 @@ def test_gradient_descent_follows_the_flow(trained):
     end = trained.sel(arm="pairs zero 0.1").isel(step=-1, seed=0)
     u_norm = np.interp(0.1 * CONFIG.steps, flow.time, flow.flow_u_norm)
     assert float(end.u_norm) == pytest.approx(u_norm, rel=0.01)
+
+
+def test_theorem_1_is_that_of_uniform_attention_at_zero():
+    """Written out for one query and column at a time, with the mean of uniform attention over all sequences."""
+    flow, world = solve(CONFIG, 3), all_sequences(3)
+    path = pair_flow(world, world.even_pair).solve([0.0, CONFIG.until], *pair_start(world), solver=SOLVER)
+    u, logits = path.v[-1, :, 0], path.z[-1].sum(axis=0)
+    uniform = sum(
+        weight * present / length
+        for weight, present, length in zip(world.weight, world.present, world.length, strict=True)
+    )
+    predicted = (u**2 - uniform / world.weight.sum() * (u**2).sum()) / 2
+    assert float(flow.theorem_1_correlation) == pytest.approx(np.corrcoef(logits, predicted)[0, 1], abs=1e-6)
+    error = np.linalg.norm(predicted - logits) / np.linalg.norm(logits)
+    assert float(flow.theorem_1_error) == pytest.approx(error, rel=1e-6)
 
 
 def test_arms_have_their_tasks_and_starts(trained):

@@ -209,7 +209,7 @@ STUDY = Study(
         "even pair, with a layer trained on even pairs, one trained on all states of all chains, and one trained "
         "without the ends of the chains."
     ),
-    version=1,
+    version=2,
     presets={
         "quick": Preset(Config(), seeds=4, seconds=12),
         "paper": Preset(Config(lengths=(4, 6, 8, 12), trained_length=6, steps=60_000), seeds=5, seconds=240),

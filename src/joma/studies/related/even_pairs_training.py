@@ -31,7 +31,7 @@ from joma.theory.even_pairs import (
     phase_boundary,
 )
 from joma.theory.integration import Solver
-from joma.theory.invariants import predict, relative_error
+from joma.theory.invariants import correlation, predict, relative_error
 from joma.train import Optimiser, Record
 
 SOLVER = Solver("DOP853", rtol=1e-8, atol=1e-10, max_evaluations=20_000)  # the default is meant for smaller worlds
@@ -103,9 +103,9 @@ def solve(config: WorldConfig, max_length: int) -> xr.Dataset:
     Returns:
         Over `time`: `flow_loss`, `flow_least_margin`, `flow_u_norm`, `flow_w_norm`, `flow_positive_error`,
         `flow_negative_error` (`attention_errors`). At the end: `flow_svm_norm` ‖û‖ and `flow_cosine` of u with û.
-        `flow_boundary`, the time at which all answers are right. `theorem_1_error`: relative error of the logits that
-        Theorem 1 predicts without its ledger; `theorem_1_residual`: with it. `decisions_speed`: the largest velocity
-        at zero if no chain's end is in the data.
+        `flow_boundary`, the time at which all answers are right. `theorem_1_correlation` and `theorem_1_error`:
+        correlation and relative error of the logits that Theorem 1 predicts without its ledger; `theorem_1_residual`:
+        the error with it. `decisions_speed`: the largest velocity at zero if no chain's end is in the data.
     """
     world = all_sequences(max_length)
     times = np.append(0.0, np.geomspace(FIRST_TIME, config.until, config.records))
@@ -122,6 +122,7 @@ def solve(config: WorldConfig, max_length: int) -> xr.Dataset:
         "flow_svm_norm": np.linalg.norm(svm),
         "flow_cosine": cosine(svm, u[-1]),
         "flow_boundary": phase_boundary(times, columns["flow_least_margin"][1]),
+        "theorem_1_correlation": correlation(total[-1], prediction[-1]),
         "theorem_1_error": relative_error(total[-1], prediction[-1], total[0]),
         "theorem_1_residual": relative_error(total[-1], (prediction - ledger)[-1], total[0]),
         "decisions_speed": max(abs(speed.w).max(), abs(speed.z).max()),

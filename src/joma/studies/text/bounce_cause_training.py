@@ -206,9 +206,8 @@ def freeze_schedules(steps: Mapping[str, Int[np.ndarray, " model"]], device: str
 def measure(model: Decoder, step: int, *, text: TextColumns, half: bool) -> dict[str, Tensor]:
     """Measure loss and attention without dropout, on the validation text and on some of the training text."""
     del step
-    models = len(model.embedding)
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=half and text.valid.is_cuda):
-        validation = measure_windows(model, text.windows(parts=models), text)
+        validation = measure_windows(model, text.windows(len(model.embedding)), text)
         training = measure_windows(model, train_batches(text), text)
     return {
         "valid_loss": validation["loss"],

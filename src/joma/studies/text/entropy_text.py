@@ -270,22 +270,28 @@ def _mean_sizes(curve: xr.DataArray) -> tuple[float, float]:
 
 def outcome(run: xr.Dataset) -> str:
     """Return what came out: fall and recovery of the one-layer model, and the least losses, beside the authors'."""
-    depths = [int(depth) for depth in run.depth]
     compared = on_wikitext(run)
-    losses = [float(run.valid_loss.sel(depth=depth).min("step").mean()) for depth in depths]
-    listed = f"{_listed([f'{loss:.3f}' for loss in losses])} nats with {_listed([str(depth) for depth in depths])} "
-    other = "" if compared else f"This is not WikiText-2 but a text of {int(run.attrs.get('tokens', 0)):,} tokens. "
-    sentence = f"The least validation loss is {listed}{'layer' if depths == [1] else 'layers'}"
-    if compared and set(depths) <= set(PUBLISHED_LOSS):
-        sentence += f" (published: {_listed([f'{PUBLISHED_LOSS[depth]:.3f}' for depth in depths])})"
-    if 1 not in depths:
-        return f"{other}{sentence}."
+    other = "" if compared else f" This is not WikiText-2 but a text of {int(run.attrs.get('tokens', 0)):,} tokens."
+    losses = _least_losses(run, compared=compared)
+    if 1 not in run.depth:
+        return f"T{losses.removeprefix('t')}.{other}"
     in_window = compared and "window_entropy" in run and has_attributes(run, AUTHORS_LAYOUT)
     curve = (run.window_entropy if in_window else run.entropy).sel(depth=1).isel(layer=0).mean("head")
     sizes = "by {:.2f} nats and recovers by {:.2f}".format(*_mean_sizes(curve))
     theirs = " (authors: {:.2f} and {:.2f})".format(*_mean_sizes(published_entropy(1).isel(layer=0)))
     where = ", in the authors' window," * in_window
-    return f"{other}With 1 layer{where} entropy falls {sizes}{theirs * in_window}. {sentence}."
+    return f"With 1 layer{where} entropy falls {sizes}{theirs * in_window}; {losses}.{other}"
+
+
+def _least_losses(run: xr.Dataset, *, compared: bool) -> str:
+    """Return the least validation losses in words, beside the published ones where there are any."""
+    depths = [int(depth) for depth in run.depth]
+    losses = [float(run.valid_loss.sel(depth=depth).min("step").mean()) for depth in depths]
+    listed = f"{_listed([f'{loss:.3f}' for loss in losses])} nats with {_listed([str(depth) for depth in depths])} "
+    text = f"the least validation loss is {listed}{'layer' if depths == [1] else 'layers'}"
+    if compared and set(depths) <= set(PUBLISHED_LOSS):
+        text += f" (published: {_listed([f'{PUBLISHED_LOSS[depth]:.3f}' for depth in depths])})"
+    return text
 
 
 def _listed(words: list[str]) -> str:
