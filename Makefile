@@ -55,6 +55,7 @@ axes: $(VENV)/developed
 runs-page: $(VENV)/developed
 	$(BIN)/joma judge docs/runs > /dev/null || test $$? -eq 1
 	$(BIN)/python docs/make_runs.py
+	$(BIN)/python docs/make_tables.py
 
 scale: $(VENV)/developed
 	$(BIN)/python -m benchmarks.scale

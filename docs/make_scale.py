@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import textwrap
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from generated import filled, paragraph, table
+
 DOCS = Path(__file__).parent
 PAGE, NUMBERS, FIGURE = DOCS / "scale.md", DOCS / "scale.json", DOCS / "scale.svg"
-BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # Assumptions; everything else is measured.
 LINK = 1.25e9  # bytes a second into the driver's machine: 10 Gbit/s
@@ -126,17 +126,6 @@ def pythia_job(fit: EngineFit, numbers: dict[str, Any], workers: int) -> Job:
         job = job_time(fit, CHECKPOINTS, workers, cost=cost, driver=fit.driver, size=size, link=READING)
         seconds, bounds = seconds + job.seconds, [*bounds, "reading" if job.bound == "link" else job.bound]
     return Job(seconds, max(set(bounds), key=bounds.count))
-
-
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    """Return a table of Markdown; all columns but the first are aligned to the right."""
-    rule = "|---|" + "---:|" * (len(columns) - 1)
-    return "\n".join([f"| {' | '.join(columns)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def paragraph(sentences: list[str]) -> str:
-    """Return parts of sentences as lines of at most 120 characters."""
-    return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False, break_long_words=False)
 
 
 def duration(seconds: float) -> str:
@@ -259,7 +248,7 @@ PARTS = {"engines": engines_part, "check": check_part, "units": units_part, "pyt
 
 def page(text: str, numbers: dict[str, Any]) -> str:
     """Return the page with the generated parts as the numbers have them."""
-    return BLOCK.sub(lambda match: f"{match[1]}{PARTS[match[2]](numbers)}{match[3]}", text)
+    return filled(text, {name: partial(part, numbers) for name, part in PARTS.items()})
 
 
 def curves(numbers: dict[str, Any]) -> dict[str, list[list[float]]]:

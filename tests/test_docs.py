@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,12 @@ MAX_BYTES = 15_000_000
 
 
 def load_script(name):
-    """Import a script of the folder of documents."""
+    """Import a script of the folder of documents, which finds those beside it as it does when it is run."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        spec.loader.exec_module(module)
     return module
 
 

@@ -1,35 +1,28 @@
 """The page on engines: its tables and figure are those of the stored measurements, and the model does what it says."""
 
 import doctest
-import importlib.util
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from test_docs import load_script
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("make_scale", DOCS / "make_scale.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-make_scale = load_script()
+make_scale, generated = load_script("make_scale"), load_script("generated")
 NUMBERS = json.loads((DOCS / "scale.json").read_text(encoding="utf-8"))
 
 
 def test_the_page_and_the_figure_are_those_of_the_measurements():
     page = (DOCS / "scale.md").read_text(encoding="utf-8")
-    assert [match[2] for match in make_scale.BLOCK.finditer(page)] == list(make_scale.PARTS)
+    assert [match[2] for match in generated.BLOCK.finditer(page)] == list(make_scale.PARTS)
     assert page == make_scale.page(page, NUMBERS)
     figure = (DOCS / "scale.svg").read_text(encoding="utf-8")
     assert make_scale.description(NUMBERS).replace('"', "&quot;") in figure.replace('"', "&quot;")
@@ -45,6 +38,7 @@ def test_other_measurements_make_another_page():
 
 def test_examples_of_the_script():
     assert doctest.testmod(make_scale).failed == 0
+    assert doctest.testmod(generated).failed == 0
 
 
 def test_links_of_the_page_lead_somewhere():

@@ -68,8 +68,8 @@ def test_what_the_error_of_plain_sgd_depends_on(stored):
         f"it ends at {float(errors.where(predicted).max()):.4f} or less in {numbers} of {words[run.sizes['seed']]}"
     )
     assert f"{largest} seeds, whose loss falls from record to record, and above 0.02 in the others" in PAGE
-    assert int((falls & ~predicted).sum()) == 2
-    assert "in all but two of these a record shows the loss rise" in PAGE
+    assert not (falls & ~predicted).any()
+    assert "in each of these a record shows the loss rise" in PAGE
 
 
 ABOVE = {
@@ -119,6 +119,54 @@ def test_what_the_ladder_decides(stored):
         low, high = stored.measured[f"correlated-{rung}"]["interval"]
         assert (low > 0) == (rung not in ("learned", "adam")), rung
         assert high > 0, rung
-        assert (stored.measured[f"informative-{rung}"]["interval"][1] < 1) == (rung == "block"), rung
+        assert stored.measured[f"informative-{rung}"]["interval"][1] > 1, rung
     end = stored.measured["informative-block"]["interval"][1]
-    assert f"there the 95 % interval of the error ends at {end:.3f} in this run" in PAGE
+    assert f"there the 95 % interval of the error ends at {end:.4f} in this run, which does not decide" in PAGE
+
+
+ARMS = {
+    "sgd": "SGD",
+    "sgd half": "SGD, half the learning rate",
+    "decay": "SGD, weight decay 0.01",
+    "adam": "Adam",
+    "adamw": "AdamW, weight decay 0.01",
+}
+
+
+def test_the_laws_of_a_head(stored):
+    end = stored.run.isel(ladder_step=-1)
+    assert end.head_arm.values.tolist() == list(ARMS)
+    assert end.head_law.values.tolist() == ["query_key", "value_output"]
+    for arm, label in ARMS.items():
+        of_arm = end.sel(head_arm=arm)
+        drifts = [
+            of_arm[name].sel(head_law=law) for name in ("head_drift", "head_drift_decayed") for law in of_arm.head_law
+        ]
+        left_over = stored.run.head_residual.sel(head_arm=arm).max(("head_law", "ladder_step"))
+        assert_row(label, [*map(error, drifts), error(left_over)])
+    assert f"the bound of rounding is {float(end.head_rounding):.0e}" in PAGE
+
+
+def sentences_on_heads(stored):
+    end, measured = stored.run.isel(ladder_step=-1), stored.measured
+    assert {stored.verdicts[f"head-{name}"] for name in ("squares", "half-rate", "decay", "adam", "adam-kept")} == {
+        "holds"
+    }
+    yield f"is 1 to within {measured['head-half-rate']['max']:.2f} in every seed"
+    decayed = end.sel(head_arm="decay")
+    assert float(abs(decayed.head_size / decayed.head_factor - 1).max()) < 0.01
+    yield f"falls to {float(decayed.head_size.mean()):.2f} of that at the start, where `e^{{-2λt}}` is"
+    yield f"`e^{{-2λt}}` is {float(decayed.head_factor):.2f}"
+    yield f"from the law with decay, the drift is at most {float(decayed.head_drift_decayed.max()):.3f}"
+    for name, words in {"head_drift": "leaves the laws** by", "head_drift_shifted": "shifted by one, drift by"}.items():
+        drift = 100 * end[name].sel(head_arm="adam")
+        yield f"{words} {float(drift.min()):.0f} to {float(drift.max()):.0f} %"
+    ratio = measured["head-adam-kept"]
+    yield f"{ratio['mean']:.2f} times theirs (95 % interval {stored.interval('head-adam-kept')})"
+    assert ratio["max"] > 1
+    adam, sgd = (float(end.head_loss.sel(head_arm=arm).mean()) for arm in ("adam", "sgd"))
+    yield f"its loss ends at {adam:.2f} nats, that of SGD at {sgd:.2f}"
+
+
+def test_the_sentences_on_the_laws_of_a_head(stored):
+    assert [sentence for sentence in sentences_on_heads(stored) if sentence not in PAGE] == []

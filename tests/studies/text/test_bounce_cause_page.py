@@ -5,7 +5,7 @@ import pytest
 from joma.studies.text.bounce_cause_arms import ARMS
 from joma.studies.text.bounce_cause_measures import recovery
 from test_deviations import Stored
-from test_docs import ROOT
+from test_docs import ROOT, load_script
 
 PAGE = (ROOT / "docs" / "bounce-cause.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split()).replace("−", "-")
@@ -29,6 +29,7 @@ def test_the_table_has_every_arm_of_the_stored_run(stored):
         other = (run.chance.sel(arm=arm), run.valid_loss.sel(arm=arm).isel(step=-1))
         expected.append([ARMS[arm].label, *both, *(f"{float(values.mean()):.2f}" for values in other)])
     assert rows == expected
+    assert load_script("make_tables").page("bounce-cause", PAGE, run) == PAGE
 
 
 def sentences(run, measured):

@@ -1,10 +1,24 @@
-"""What `docs/ladder.md` says of the stored run is what the run says: the argument about the speed of logits."""
+"""What `docs/ladder.md` says of the stored run is what the run says: its tables, and the argument about speed."""
 
+import doctest
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from joma.studies.theorems.ladder_arms import ARMS
 from joma.studies.theorems.ladder_training import optimal_entropy, settled_entropy, share_regained
 from test_deviations import Stored
-from test_docs import ROOT
+from test_docs import ROOT, load_script
 
-PAGE = " ".join((ROOT / "docs" / "ladder.md").read_text(encoding="utf-8").split())
+TEXT = (ROOT / "docs" / "ladder.md").read_text(encoding="utf-8")
+PAGE = " ".join(TEXT.split())
+make_tables = load_script("make_tables")
+
+
+@pytest.fixture(scope="module")
+def stored():
+    return Stored("ladder")
 
 
 def sentences(stored):
@@ -47,5 +61,85 @@ def sentences(stored):
     yield f"in each of the first eight seeds by {low:.2f} to {high:.2f}"
 
 
-def test_the_page_has_the_numbers_of_the_stored_run():
-    assert [sentence for sentence in sentences(Stored("ladder")) if sentence not in PAGE] == []
+def test_the_page_has_the_numbers_of_the_stored_run(stored):
+    assert [sentence for sentence in sentences(stored) if sentence not in PAGE] == []
+
+
+def test_the_tables_are_those_of_the_stored_run(stored):
+    assert make_tables.page("ladder", TEXT, stored.run) == TEXT
+    assert list(stored.run.arm.values) == list(ARMS)
+    assert doctest.testmod(make_tables).failed == 0
+
+
+def columns_of(table, name):
+    """Return the cells of the row of an arm, by their column."""
+    titles, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|"))
+    (row,) = (row for row in rows if row[0] == make_tables.ladder_label(name))
+    return dict(zip(titles, row, strict=True))
+
+
+def curves(run, arm, rate):
+    """Return entropy and loss, [seed, step], and the steps."""
+    at_rate = run.sel(arm=arm, rate=rate).transpose("seed", "trained_step", ...)
+    return at_rate.trained_entropy.values, at_rate.trained_loss.values, run.trained_step.values
+
+
+def come_back(entropy):
+    """Return which seeds fall by 0.02 or more and regain a tenth of their fall."""
+    fall, regained = entropy[:, 0] - entropy.min(axis=1), entropy[:, -1] - entropy.min(axis=1)
+    return (fall >= 0.02) & (regained >= 0.1 * fall)
+
+
+@pytest.mark.parametrize("arm", ["base", "relu", "top", "top-linear", "all-rank-1"])
+def test_a_row_is_what_the_curves_of_the_arm_say(stored, arm):
+    run = stored.run
+    losses = {rate: curves(run, arm, rate)[1][:, -1].mean() for rate in run.rate.values.tolist()}
+    best = min(losses, key=losses.get)
+    entropy, loss, steps = curves(run, arm, best)
+    falls = entropy[:, 0] - entropy.min(axis=1)
+    shares = (entropy[:, -1] - entropy.min(axis=1)) / falls
+    assert falls.min() >= 0.02
+    fallen = [steps[np.argmax(row[0] - row >= 0.9 * (row[0] - row.min()))] for row in loss]
+    cells = columns_of(make_tables.ladder_arms_part(run), arm)
+    assert cells["learning rate"] == f"{best * ARMS[arm].rate:.2g}"
+    assert cells["long enough"] == f"{sum(10 * step <= steps[-1] for step in fallen)} of {len(entropy)}"
+    for title, values in {"fall": falls, "share of it regained": shares}.items():
+        assert cells[title] == f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
+    assert cells["come back"] == f"{come_back(entropy).sum()} of {len(entropy)}"
+
+
+@pytest.mark.parametrize("arm", ["relu", "norm", "top-fixed", "all-product"])
+def test_a_row_of_the_pilot_is_what_the_curves_of_the_arm_say(stored, arm):
+    entropy, _, steps = curves(stored.run, arm, 1.0)
+    pilot, seeds = make_tables.PILOT[arm], len(entropy)
+    early, end = (int(come_back(entropy[:, steps <= last]).sum()) for last in (pilot.steps, steps[-1]))
+    cells = columns_of(make_tables.ladder_pilot_part(stored.run), arm)
+    assert (cells["same rate, same steps"], cells["same rate, at the end"]) == (
+        f"{early} of {seeds}",
+        f"{end} of {seeds}",
+    )
+    table = [[pilot.bounced, 4 - pilot.bounced], [early, seeds - early]]
+    assert cells["p"] == f"{stats.fisher_exact(table)[1]:.2f}"
+
+
+def test_a_diverged_arm_has_a_row(stored):
+    lost = stored.run.assign(trained_loss=stored.run.trained_loss.where(stored.run.arm != "relu"))
+    assert columns_of(make_tables.ladder_arms_part(lost), "relu")["learning rate"] == "diverged"
+
+
+def test_why_the_run_differs_from_the_pilot(stored):
+    """The sentences below the table, as far as the run decides them."""
+    run = stored.run
+    seeds = run.sizes["seed"]
+    assert min(make_tables.pilot_chance(run, arm) for arm in make_tables.PILOT) > 0.05
+    for arm in ("relu", "norm"):
+        early, end = make_tables.pilot_counts(run, arm)
+        assert early < seeds / 2 < end
+        assert make_tables.counts_by_rate(run, arm)[0] < end
+    for arm in ("top-linear", "top-fixed"):
+        judged = run.rate.values.tolist().index(make_tables.judged_rate(run, arm))
+        counts = make_tables.counts_by_rate(run, arm)
+        assert counts[judged] < counts[-1]
+    for arm in ("base", "top", "top-linear"):
+        assert make_tables.PILOT[arm].bounced == make_tables.PILOT_SEEDS
+        assert make_tables.pilot_counts(run, arm)[0] < seeds

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from joma.studies.theorems.value_figures import (
+    ARM_NAMES,
     FLOOR,
     NETWORK_NAMES,
     RUNG_NAMES,
     draw_above,
     draw_breakers,
+    draw_heads,
     draw_laws,
 )
 from joma.studies.theorems.value_invariant import Config, run
@@ -56,3 +58,18 @@ def test_breakers_and_rungs_have_a_point_for_each_seed(small):
     np.testing.assert_allclose(drawn(right), np.sort([*end.ladder_correlation.values.ravel(), 0.0, 0.0]))
     assert [label.get_text() for label in middle.get_xticklabels()] == list(RUNG_NAMES.values())
     assert all(panel.get_title(loc="left") for panel in (left, middle, right))
+
+
+def test_heads_have_the_drift_of_every_arm_from_either_law_and_what_decay_leaves(small):
+    left, middle, right = draw_heads(small).axes
+    arms = list(ARM_NAMES)
+    assert arms == small.head_arm.values.tolist()
+    shown = small.isel(ladder_step=slice(5, None, 5))
+    for panel, law in ((left, "query_key"), (middle, "value_output")):
+        mean = shown.sel(head_law=law).mean("seed")
+        expected = [*mean.head_drift.values.ravel(), *mean.head_drift_shifted.sel(head_arm="adam").values.ravel()]
+        assert set(np.round(expected, 12)) <= set(np.round(drawn(panel), 12))
+    sizes = shown.head_size.mean(("seed", "head_law")).values.ravel()
+    assert {*np.round(sizes, 12), *np.round(small.head_factor.sel(head_arm="decay").values, 12)} <= set(
+        np.round(drawn(right), 12)
+    )

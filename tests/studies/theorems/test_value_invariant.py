@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from joma.arguments import InputError
-from joma.studies.theorems.value_invariant import STUDY, Config, at_end, has_diverged, outcome, run
+from joma.studies.theorems.value_invariant import STUDY, Config, at_end, half_rate_order, has_diverged, outcome, run
 from joma.study import Context
 
 SMALL = Config(
@@ -25,7 +25,7 @@ def small():
 def test_every_theorem_holds_and_every_breaker_breaks(small):
     records = {claim.name: claim.judge(small, "quick") for claim in STUDY.claims}
     theorems = [claim.name for claim in STUDY.claims if claim.kind == "theorem"]
-    assert len(theorems) == 6 + 6 + 5 + 2 + 3
+    assert len(theorems) == 6 + 6 + 5 + 2 + 3 + 3
     assert {records[name]["verdict"] for name in theorems} == {"holds"}
     for name, record in records.items():
         if name.startswith("breaks-"):
@@ -33,9 +33,9 @@ def test_every_theorem_holds_and_every_breaker_breaks(small):
 
 
 def test_a_claim_about_a_law_fails_if_the_law_does(small):
-    """With a violation of 1e-6 no theorem holds: their claims are not empty."""
-    names = ("flow_violation", "sgd_residual", "above_residual", "ladder_residual")
-    wrong = small.assign({name: small[name] + 1e-6 for name in names})
+    """With a violation of 1e-6, or drift from a head's laws that no step explains, no theorem holds."""
+    names = ("flow_violation", "sgd_residual", "above_residual", "ladder_residual", "head_residual")
+    wrong = small.assign({name: small[name] + 1e-6 for name in names}).assign(head_drift=small.head_drift + 0.1)
     for claim in STUDY.claims:
         if claim.kind == "theorem":
             assert claim.judge(wrong, "quick")["verdict"] == "does not hold", claim.name
@@ -54,6 +54,16 @@ def test_what_is_at_the_end_is_of_the_last_step(small):
     np.testing.assert_array_equal(at_end(small.ladder_error, rung="adam", correction="none"), last)
 
 
+def test_the_order_of_the_drift_is_the_power_of_the_learning_rate(small):
+    """A drift that half the learning rate leaves as it is has order 0; one that it quarters has order 2."""
+    full = small.head_drift.sel(head_arm="sgd")
+    for ratio, distance in ((1, 1), (0.5, 0), (0.25, 1)):
+        half = small.head_arm == "sgd half"
+        np.testing.assert_allclose(
+            half_rate_order(small.assign(head_drift=small.head_drift.where(~half, ratio * full))), distance
+        )
+
+
 def test_the_law_without_a_breaker_is_the_base(small):
     base = small.sgd.sel(law="exp", rates="equal", correction="full", drop=True)
     np.testing.assert_array_equal(small.broken.sel(breaker="none"), base.transpose(*small.broken.dims[:2]))
@@ -65,6 +75,10 @@ def test_the_outcome_states_the_ends_of_the_ladder(small):
     text = outcome(small)
     assert f"goes from {float(ends[0]):.2g} to {float(ends[-1]):.2g}" in text
     assert f"with SGD's steps counted, to {float(small.sgd_residual.max()):.0e} in trained models" in text
+    drift = small.head_drift.isel(ladder_step=-1)
+    sgd, adam = (100 * drift.sel(head_arm=arm) for arm in ("sgd", "adam"))
+    assert f"by at most {float(sgd.max()):.1f} % of how far their terms move" in text
+    assert f"Adam by {float(adam.min()):.0f} to {float(adam.max()):.0f} %" in text
 
 
 def test_a_seed_whose_training_diverged_is_named_and_refutes_no_law(small):

@@ -19,6 +19,7 @@ from joma.studies.theorems.value_ladder import (
     draw_batches,
     draw_sequences,
     ladder,
+    rung_loss,
     train_rung,
 )
 from joma.studies.theorems.value_training import Config, arrays, rounding
@@ -44,7 +45,7 @@ def test_the_loss_is_the_mean_surprisal_of_the_next_token(name):
     """Each position alone: the model on the tokens up to it must predict the one after it."""
     rung, step = BY_NAME[name], 3
     model, token = build_rung(SMALL, CONTEXT, rung), draw_sequences(SMALL, CONTEXT)
-    loss = value_ladder._loss(SMALL, CONTEXT, rung)(model, torch.tensor(step))
+    loss = rung_loss(SMALL, CONTEXT, rung)(model, torch.tensor(step))
     for seed in (0, 1):
         chosen = draw_batches(SMALL, CONTEXT)[seed, step] if name == "minibatch" else torch.arange(SMALL.samples)
         surprisals = []
@@ -58,7 +59,7 @@ def test_the_loss_is_the_mean_surprisal_of_the_next_token(name):
 
 def test_with_one_query_the_whole_context_predicts_the_last_token():
     model, token = build_rung(SMALL, CONTEXT, RUNGS[0]), draw_sequences(SMALL, CONTEXT)
-    loss = value_ladder._loss(SMALL, CONTEXT, RUNGS[0])(model, torch.tensor(0))
+    loss = rung_loss(SMALL, CONTEXT, RUNGS[0])(model, torch.tensor(0))
     counts = functional.one_hot(token[..., :-1], SMALL.tokens).double().mean(dim=-2)
     outputs = model(counts)
     expected = [functional.cross_entropy(outputs[seed], token[seed, :, -1]) for seed in (0, 1)]

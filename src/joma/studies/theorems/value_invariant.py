@@ -13,6 +13,7 @@ from joma.arguments import whole
 from joma.studies.theorems import value_figures
 from joma.studies.theorems.invariance_training import concat
 from joma.studies.theorems.value_flows import flows
+from joma.studies.theorems.value_heads import BY_SGD, check_heads, heads
 from joma.studies.theorems.value_ladder import check_ladder, ladder
 from joma.studies.theorems.value_training import (
     ABOVE,
@@ -40,13 +41,14 @@ def run(config: Config, context: Context) -> xr.Dataset:
         optimiser(config, context, setting)
     whole("steps", config.steps)
     check_ladder(config, context)
+    check_heads(config)
     result = flows(config, context)
     trials: dict[ValueSetting, xr.Dataset] = {}
     with context.progress.task("value-invariant", total=len(settings)) as task:
         for setting in settings:
             trials[setting] = trial(config, context, setting)
             task.advance()
-    result = xr.merge([result, _errors(trials), ladder(config, context)], join="exact")
+    result = xr.merge([result, _errors(trials), ladder(config, context), heads(config, context)], join="exact")
     result = result.transpose("seed", "step", "ladder_step", ..., missing_dims="ignore")
     rows = draw_data(config, context, 1).x.shape[1]
     return result.assign(
@@ -108,7 +110,7 @@ def at_end(values: xr.DataArray, **labels: Any) -> xr.DataArray:
 
 def has_diverged(run: xr.Dataset) -> xr.DataArray:
     """Return, per seed, whether one of its trainings diverged."""
-    errors = {name: run[name] for name in ("sgd", "above", "broken", "ladder_error")}
+    errors = {name: run[name] for name in ("sgd", "above", "broken", "ladder_error", "head_drift")}
     ends = {name: worst(values.isel({_step_dim(values): -1}, drop=True)) for name, values in errors.items()}
     return xr.Dataset(ends).to_array().isnull().any("variable")
 
@@ -298,6 +300,67 @@ NOT_KEYS = Claim(
 )
 
 
+def half_rate_order(run: xr.Dataset) -> xr.DataArray:
+    """Return how far the order in the learning rate of the drift of a head's laws is from 1; larger of both laws."""
+    full, half = (run.head_drift.isel(ladder_step=-1).sel(head_arm=arm) for arm in BY_SGD)
+    return worst(abs(np.log2(full / half) - 1))
+
+
+def _head_steps_claim(name: str, statement: str, arms: tuple[str, ...], quantity: str) -> Claim:
+    return Claim(
+        name,
+        statement,
+        lambda run: worst(run.head_residual.sel(head_arm=list(arms))) / run.head_rounding,
+        at_most(1.0),
+        kind="theorem",
+        quantity=f"{quantity}; {IN_SGD} and both laws, one-layer language model",
+    )
+
+
+IN_HEAD = "‖Δ − Δ₀‖ over how far its two terms have moved, at the end"
+HEAD_CLAIMS = (
+    _head_steps_claim(
+        "head-squares",
+        "SGD leaves the two laws of a head only by the squares of its steps.",
+        BY_SGD,
+        "Δ = W_Q W_Qᵀ − W_K W_Kᵀ and W_V W_Vᵀ − W_Oᵀ W_O",
+    ),
+    Claim(
+        "head-half-rate",
+        "Half the learning rate halves the drift of SGD from the laws of a head.",
+        half_rate_order,
+        at_most(0.5),
+        kind="theorem",
+        quantity=f"distance from 1 of log₂ of the ratio of the drifts; a drift is {IN_HEAD}; larger of both laws",
+    ),
+    _head_steps_claim(
+        "head-decay",
+        "With weight decay λ, a step of SGD shrinks the matrices of a head's laws by (1 − ηλ)².",
+        ("decay",),
+        "Δ less what the squares of the steps add",
+    ),
+    Claim(
+        "head-adam",
+        "Adam leaves the two laws of a head.",
+        lambda run: run.head_drift.isel(ladder_step=-1).sel(head_arm="adam").min("head_law", skipna=False),
+        at_least(LAW_TOLERANCE),
+        kind="control",
+        quantity=f"{IN_HEAD}; smaller of both laws",
+        across="interval",
+    ),
+    Claim(
+        "head-adam-kept",
+        "Adam stays nearer to the laws of a head than terms that do not belong together.",
+        lambda run: at_end(run.head_drift / run.head_drift_shifted, head_arm="adam"),
+        below(1.0),
+        kind="control",
+        quantity=f"{IN_HEAD}, relative to that of one term and the other with its dimensions shifted; larger of both "
+        "laws",
+        across="interval",
+    ),
+)
+
+
 CLAIMS = (
     *(_flow_claim(law) for law in LAWS),
     *(_sgd_claim(law) for law in LAWS),
@@ -307,6 +370,7 @@ CLAIMS = (
     *(_joma_claim(network) for network in ABOVE),
     *(_breaker_claim(breaker) for breaker in BREAKING),
     *(claim for rung in PREMISES for claim in _rung_claims(rung)),
+    *HEAD_CLAIMS,
 )
 
 
@@ -333,6 +397,7 @@ def outcome(run: xr.Dataset) -> str:
     ends = run.isel(ladder_step=-1, rung=[0, -1]).mean("seed")
     first, last = ends.ladder_error.sel(correction="none").values
     first_correlation, last_correlation = ends.ladder_correlation.values
+    drift_sgd, drift_adam = (100 * run.head_drift.isel(ladder_step=-1).sel(head_arm=arm) for arm in ("sgd", "adam"))
     diverged = int(has_diverged(run).sum())
     missing = f" Trainings of {diverged} of {run.sizes['seed']} seeds diverged, and are left out." if diverged else ""
     return (
@@ -342,7 +407,9 @@ def outcome(run: xr.Dataset) -> str:
         f"Learned or overlapping embeddings, Adam and weight decay break the value law by {low:.2g} to {high:.2g} "
         "times the change. From the block to a language model, the error of what value vectors alone predict goes from "
         f"{first:.2g} to {last:.2g} times the change, its correlation from {first_correlation:.2f} to "
-        f"{last_correlation:.2f}.{missing}"
+        f"{last_correlation:.2f}. In that language model SGD leaves the data-free laws of a head by at most "
+        f"{float(drift_sgd.max()):.1f} % of how far their terms move, Adam by {float(drift_adam.min()):.0f} to "
+        f"{float(drift_adam.max()):.0f} %.{missing}"
     )
 
 
@@ -359,12 +426,13 @@ STUDY = Study(
         "We integrate the gradient flow of a one-layer Transformer (W_V, W_O, LayerNorm, an MLP with a residual, a "
         "head, cross entropy) with free logits and with logits that are products of queries and keys, and train the "
         "same models by SGD. Then we change what stands above attention, break each premise alone, and climb from the "
-        "block to a one-layer language model, one premise at a time."
+        "block to a one-layer language model, one premise at a time. In that model we follow what gradient "
+        "flow keeps of any head, W_Q W_Qᵀ − W_K W_Kᵀ and W_V W_Vᵀ − W_Oᵀ W_O, under SGD, weight decay and Adam."
     ),
-    version=1,
+    version=2,
     presets={
-        "quick": Preset(Config(until=2.0), seeds=5, seconds=12),
-        "paper": Preset(Config(steps=1500, ladder_steps=1500, until=20.0), seeds=10, seconds=120),
+        "quick": Preset(Config(until=2.0), seeds=5, seconds=14),
+        "paper": Preset(Config(steps=1500, ladder_steps=1500, until=20.0), seeds=10, seconds=140),
     },
     run=run,
     claims=tuple(replace(claim, measure=_of_every_seed(claim.measure)) for claim in CLAIMS),
@@ -391,6 +459,13 @@ STUDY = Study(
             "(a) Error of the value law with one premise broken at a time. (b) From the block to a one-layer language "
             "model, each rung with one more change: error of Σ_m z predicted from the value vectors alone and with "
             "softmax's ledger. (c) Correlation of the predicted with the true change of Σ_m z. One point a seed.",
+        ),
+        "heads": Drawing(
+            value_figures.draw_heads,
+            "What gradient flow keeps of any head, in a one-layer language model. (a), (b) Drift from each law: "
+            "‖Δ − Δ₀‖ over how far its two terms have moved; the dashed line is Adam's for terms that do not belong "
+            "together. (c) Norm of Δ relative to the start, mean of both laws; dashed: e^{−2λt}, as along gradient "
+            "flow with weight decay λ. Points: mean over seeds; bars: least to greatest seed.",
         ),
     },
 )

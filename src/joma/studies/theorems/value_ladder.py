@@ -100,8 +100,11 @@ def build_rung(config: Config, context: Context, rung: Rung) -> OneLayer:
     return OneLayer(options, generators=context.generators("weights"))
 
 
-def _loss(config: Config, context: Context, rung: Rung) -> Loss:
-    """Return the cross entropy of the next token: of the last one, or of each after the first."""
+def rung_loss(config: Config, context: Context, rung: Rung, *, substeps: int = 1) -> Loss:
+    """Return the cross entropy of the next token: of the last one, or of each after the first.
+
+    Each minibatch is the loss of `substeps` steps.
+    """
     token = draw_sequences(config, context).to(context.device)
     batches = draw_batches(config, context).to(context.device) if rung.minibatch else None
     frequency = _visible(token, config.tokens)[:, :, -1]
@@ -111,7 +114,7 @@ def _loss(config: Config, context: Context, rung: Rung) -> Loss:
             return surprisal(model(frequency), token[..., -1]).mean(dim=-1)
         shown = token
         if batches is not None:
-            chosen = batches.index_select(1, step.reshape(1)).squeeze(1)
+            chosen = batches.index_select(1, step.reshape(1) // substeps).squeeze(1)
             shown = token.gather(1, chosen[..., None].expand(-1, -1, token.shape[-1]))
         return surprisal(model(shown[..., :-1]), shown[..., 1:]).mean(dim=(-2, -1))
 
@@ -144,7 +147,7 @@ def train_rung(config: Config, context: Context, rung: Rung) -> xr.Dataset:
     """
     training = LabelledTraining(
         build_rung(config, context, rung),
-        _loss(config, context, rung),
+        rung_loss(config, context, rung),
         optimiser=_optimiser(config, rung),
         steps=whole("ladder_steps", config.ladder_steps),
         record=Record(_measure, dims=DIMS),

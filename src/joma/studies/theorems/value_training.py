@@ -49,7 +49,7 @@ class Config:
     overlap: float = 0.2
     """Cosine between any two embeddings under the breaker `overlap`."""
     decay: float = 0.01
-    """Weight decay under the breaker `decay`."""
+    """Weight decay under the breaker `decay`, and where the laws of a head are followed with weight decay."""
     adam_rate: float = 0.01
     samples: int = 64
     """Sequences of the ladder."""
