@@ -130,8 +130,8 @@ def test_a_run_on_files_without_their_history_is_of_the_commit_that_has_its_sour
         pytest.skip("this clone lacks older commits")
     earlier = open_run(next(path for path in make_runs.in_order() if path.parent.name == "winner")).attrs["git_commit"]
     stale = {"git_commit": f"{earlier[::-1]}-dirty", "source_tree": make_runs.tree_of(earlier)}
-    found = make_runs.commit_of(xr.Dataset(attrs=stale))
-    assert make_runs.tree_of(found) == make_runs.tree_of(earlier)
+    commit = make_runs.commit_of(xr.Dataset(attrs=stale))
+    assert make_runs.tree_of(commit) == make_runs.tree_of(earlier)
     unknown = stale | {"source_tree": "0" * 40}
     assert make_runs.commit_of(xr.Dataset(attrs=unknown)) == stale["git_commit"]
 

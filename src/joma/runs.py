@@ -463,8 +463,7 @@ def find_runs(out: Path, depth: int = 2) -> list[Path]:
     """Return the runs below `out` that are trained, by study and then oldest first; judging a run keeps its age.
 
     They lie `depth` folders down: two if `out` is the folder of all runs, one if it holds the runs of one study, none
-    if it is itself a run. Damaged runs are among them, and folders that may not be read, so that their readers can name
-    them; probed models are not.
+    if it is itself a run. Damaged runs are among them, and folders that may not be read; probed models are not.
     """
     return sorted(filter(_is_run, _folders(out, depth)), key=lambda path: (path.parent.name, _modified(path)))
 
