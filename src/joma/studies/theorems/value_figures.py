@@ -55,7 +55,10 @@ ARM_NAMES = {
     "adam": "Adam",
     "adamw": "AdamW",
 }
-HEAD_LAW_NAMES = {"query_key": "W_Q W_Qᵀ − W_K W_Kᵀ", "value_output": "W_V W_Vᵀ − W_Oᵀ W_O"}
+HEAD_LAWS = {  # what to see of each law, and its matrix
+    "query_key": ("SGD keeps queries and keys in balance", "W_Q W_Qᵀ − W_K W_Kᵀ"),
+    "value_output": ("… and values and W_O, Adam neither", "W_V W_Vᵀ − W_Oᵀ W_O"),
+}
 
 
 def draw_laws(run: xr.Dataset) -> Figure:
@@ -132,19 +135,19 @@ def draw_heads(run: xr.Dataset) -> Figure:
     figure, axes = canvas(1, 3, width=3.5, height=3.2)
     left, middle, right = axes[0]
     thinned = run.isel(ladder_step=slice(5, None, 5))
-    for panel, (law, title) in zip((left, middle), HEAD_LAW_NAMES.items(), strict=True):
+    for panel, (law, (title, matrix)) in zip((left, middle), HEAD_LAWS.items(), strict=True):
         for index, (arm, label) in enumerate(ARM_NAMES.items()):
             drift = thinned.head_drift.sel(head_arm=arm, head_law=law)
             measured(panel, drift.ladder_step, drift, index, label)
         unrelated = thinned.head_drift_shifted.sel(head_arm="adam", head_law=law).mean("seed")
         panel.plot(unrelated.ladder_step, unrelated, color="grey", linestyle="--", linewidth=1.0)
-        panel.set(title=title, xlabel="minibatch", ylabel="drift", yscale="log", ylim=(3e-5, 1.5))
+        panel.set(title=title, xlabel="minibatch", ylabel=f"drift of {matrix}", yscale="log", ylim=(3e-5, 1.5))
     for index, arm in enumerate(ARM_NAMES):
         size = thinned.head_size.sel(head_arm=arm).mean("head_law")
         measured(right, size.ladder_step, size, index)
     factor = run.head_factor.sel(head_arm="decay")
     right.plot(factor.ladder_step, factor, color="black", linestyle="--", linewidth=1.0)
-    right.set(title="What is left of Δ", xlabel="minibatch", ylabel="‖Δ‖ / ‖Δ₀‖")
+    right.set(title="Weight decay shrinks Δ as predicted", xlabel="minibatch", ylabel="‖Δ‖ / ‖Δ₀‖")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     letters(axes)
