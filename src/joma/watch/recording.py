@@ -23,7 +23,7 @@ from joma.watch.constants import Constants
 from joma.watch.merged_heads import HeadsUnknown
 from joma.watch.rows import RowMasks, check_rows
 from joma.watch.sequence_starts import sequence_starts
-from joma.watch.unseen import NO_VALUES, AttentionNotSeen, Kind, describe, unseen_reason
+from joma.watch.unseen import BY_NAME, NO_VALUES, AttentionNotSeen, Kind, describe, may_attend, unseen_reason
 from joma.watch.views import RecordingViews
 
 REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # axes of [measure, layer, batch, head, query]
@@ -52,6 +52,7 @@ class Frame:
     inputs: tuple[Any, ...] = ()  # its positional arguments
     keywords: dict[str, Any] = field(default_factory=dict)  # its other arguments
     explained: bool = False  # whether something in it was recorded, or is listed as not seen
+    combines: bool = False  # whether two activations were multiplied with each other in it
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -258,8 +259,9 @@ class Recording(RecordingViews):
         failed = output is None
         if self._in_forward_pass() and self._call_stack:
             frame = self._call_stack[-1]
-            if frame.kind is not None and not frame.explained and not failed:
-                self.overlook(unseen_reason(frame.module, frame.kind))
+            kind = None if frame.explained or failed else frame.kind
+            if kind is not None and may_attend(frame.module, kind, combines=frame.combines):
+                self.overlook(unseen_reason(frame.module, kind))
             self._call_stack.pop()
             if not self._call_stack:
                 if failed and sys.exc_info()[0] is not None:
@@ -280,6 +282,21 @@ class Recording(RecordingViews):
         self._has_weights |= frame.kind is None or frame.kind.has_weights
         self.not_seen.setdefault(frame.name or self._model_name, reason)
         self._explain()
+
+    def take_off(self, frames: Sequence[Frame]) -> None:
+        """Take modules off the list of those not seen: they computed weights that are recorded where values are."""
+        for frame in frames:
+            self.not_seen.pop(frame.name, None)
+
+    @property
+    def awaits_combination(self) -> bool:
+        """Whether a module is being called that counts as attention if it multiplies two activations."""
+        return any(frame.kind is BY_NAME and not frame.explained for frame in self._call_stack)
+
+    def note_combination(self) -> None:
+        """Note that the modules which are being called multiply two activations with each other."""
+        for frame in self._call_stack:
+            frame.combines = True
 
     def _explain(self) -> None:
         for frame in self._call_stack:

@@ -2,6 +2,8 @@
 
 `KINDS` is the table to add to: a pattern for the names of classes, and what is said of such a module. The first pattern
 that matches counts. A module of the first group is never recorded; the others are listed if nothing in them was.
+A class may have any name. So a module that its parent calls `attn` is listed too, if it multiplies two activations, as
+queries and keys are, or holds their projections: parts of attention, gates and layers of features do neither.
 """
 
 from __future__ import annotations
@@ -61,20 +63,33 @@ KINDS = tuple(
         (r"(?i)att(ention|n)", "calls no SDPA, and no softmax whose result averages values", True),
     )
 )
+BY_NAME = Kind(  # a module that is called attention by its parent, such as `self_attn`, `attns.0` or `attention_layer`
+    re.compile(
+        r"(?i)(^|\.)(?![a-wyz]_)\w*(att(ention|n)|attend|mha)(_?(layer|block|module|fn|op|core))?s?_?\d*(\.\d+)*$"
+    ),
+    KINDS[-1].reason,
+    True,
+)
+_PROJECTION = re.compile(  # the name of a layer or a parameter that makes queries or keys
+    r"(?i)^(to_?|w_?|c_?|in_?|fc_?)?(q|k|qk|kv|qkv|query|key|queries|keys|query_key_value)"
+    r"(_?(proj\w*|lin\w*|layer|dense|weight|net|map|conv))?\d*$"
+)
 NO_VALUES = "it ran on meta or fake tensors, which hold no values"
 NEVER_RECORDED = 5  # the first kinds: their softmaxes are no attention of positions to positions
 _NOT_ATTENTION = re.compile(r"(?i)(norm|dropout|mask|bias|embeddings?|output|projection|mlp|softmax)$")
 
 
-def attention_kind(module: nn.Module) -> Kind | None:
-    """Return which kind of attention, or of what stands in its place, a module seems to be by its class; None if none.
+def attention_kind(module: nn.Module, path: str = "") -> Kind | None:
+    """Return which kind of attention, or of what stands in its place, a module seems to be; None if none.
+
+    Its class says so, or else its place in the model: the attribute at the end of its dotted path.
 
     >>> attention_kind(nn.MultiheadAttention(4, 2)).reason
     'calls no SDPA, and no softmax whose result averages values'
-    >>> attention_kind(nn.Linear(4, 2)) is None
-    True
+    >>> attention_kind(nn.Linear(4, 2)) is None, attention_kind(nn.Bilinear(2, 2, 2), "h.0.attn") is BY_NAME
+    (True, True)
     """
-    return _kind_of_class(type(module).__name__)
+    return _kind_of_class(type(module).__name__) or _kind_of_path(path)
 
 
 @cache
@@ -83,6 +98,20 @@ def _kind_of_class(name: str) -> Kind | None:
     if _NOT_ATTENTION.search(name):
         return None
     return next((kind for kind in KINDS if kind.pattern.search(name)), None)
+
+
+@cache
+def _kind_of_path(path: str) -> Kind | None:
+    """Return the kind of a module that its parent calls attention."""
+    return BY_NAME if BY_NAME.pattern.search(path) else None
+
+
+def may_attend(module: nn.Module, kind: Kind, *, combines: bool) -> bool:
+    """Return whether a call of a module of this kind, in which nothing was recorded, may have computed attention.
+
+    `combines` says whether two activations were multiplied with each other in the call.
+    """
+    return kind is not BY_NAME or combines or any(map(_PROJECTION.match, (*module._modules, *module._parameters)))
 
 
 def unseen_reason(module: nn.Module, kind: Kind) -> str:

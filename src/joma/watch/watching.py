@@ -131,5 +131,5 @@ def _hooks(modules: Mapping[str, nn.Module], layers: Mapping[str, str], recordin
     for name, module in modules.items():
         if name and not module._modules and type(module).__module__.startswith("torch.nn.modules"):
             continue  # torch's elementary layers (linear maps, norms, …) do not call attention
-        enter = partial(recording.enter, layers[name], attention_kind(module))
+        enter = partial(recording.enter, layers[name], attention_kind(module, layers[name]))
         yield Hooks(module, enter, recording.leave, kwargs=True)
