@@ -11,7 +11,7 @@ from joma.watch.softmaxes import head_count
 
 
 class HeadsUnknown(UserWarning):
-    """The first axis of an attention may be of sequences, of heads or of both: it is recorded as of sequences."""
+    """Sequences, heads or chunks of queries are not told apart: those in one axis, or in several computations."""
 
 
 def merged_heads(modules: Sequence[nn.Module], arguments: Iterable[Any], sizes: tuple[int, int, int]) -> int | None:

@@ -21,6 +21,7 @@ from joma.probes.summary import MAX_TOP, MEASURES, AttentionCall, Sinks, check_m
 from joma.watch.blocks import first_free
 from joma.watch.constants import Constants
 from joma.watch.merged_heads import HeadsUnknown
+from joma.watch.repeats import Computation, describe_unknown, may_be_parts
 from joma.watch.rows import RowMasks, check_rows
 from joma.watch.sequence_starts import sequence_starts
 from joma.watch.unseen import BY_NAME, NO_VALUES, AttentionNotSeen, Kind, describe, may_attend, unseen_reason
@@ -53,6 +54,7 @@ class Frame:
     keywords: dict[str, Any] = field(default_factory=dict)  # its other arguments
     explained: bool = False  # whether something in it was recorded, or is listed as not seen
     combines: bool = False  # whether two activations were multiplied with each other in it
+    computations: tuple[Computation, ...] = ()  # the attentions that it has computed itself
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -83,6 +85,8 @@ class Recording(RecordingViews):
         constants: the parameters and buffers of the model; the context gives them.
         heads_unknown: for each layer whose weights have one axis that may be of sequences or of heads, the reason; it
             is recorded as one head.
+        repeats_unknown: for each module that computes attention several times in one call, the reason, where its
+            entries `name`, `name[1]` … may be sequences, heads or chunks of queries of one attention.
         row_masks: the masks that the model's modules are called with, and which rows they leave open.
         options: the measures to compute and how: recordings with the same options share one computation.
         refused: the error that explains why a call was not recorded, the first one if there are several, or None.
@@ -109,6 +113,7 @@ class Recording(RecordingViews):
         self.longest = 0
         self.not_seen: dict[str, str] = {}
         self.heads_unknown: dict[str, str] = {}
+        self.repeats_unknown: dict[str, str] = {}
         self.refused: InputError | None = None
         self._has_weights = False  # whether a module of `not_seen` has attention weights
         self._warned: set[str] = set()  # layers of `not_seen` of which a warning has been given
@@ -262,6 +267,8 @@ class Recording(RecordingViews):
             kind = None if frame.explained or failed else frame.kind
             if kind is not None and may_attend(frame.module, kind, combines=frame.combines):
                 self.overlook(unseen_reason(frame.module, kind))
+            if len(frame.computations) > 1 and not failed:
+                self._note_repeats(frame)
             self._call_stack.pop()
             if not self._call_stack:
                 if failed and sys.exc_info()[0] is not None:
@@ -269,6 +276,13 @@ class Recording(RecordingViews):
                 self._reduce_pending()
                 for listener in self.pass_ended:
                     listener()
+
+    def _note_repeats(self, frame: Frame) -> None:
+        """Note a module whose attentions of one call may be parts of one."""
+        computations = [computation for computation in frame.computations if computation.label in self._pending]
+        reason = may_be_parts(computations, [frame.module for frame in self._call_stack], frame.arguments)
+        if reason is not None:
+            self.repeats_unknown.setdefault(frame.name or self._model_name, reason)
 
     def _drop_pass(self) -> None:
         """Forget what a call has recorded that ended with an error, which the caller may catch."""
@@ -328,9 +342,11 @@ class Recording(RecordingViews):
         """
         self.longest = max(self.longest, keys)
         self._explain()
-        name = self._call_stack[depth - 1].name or self._model_name
+        frame = self._call_stack[depth - 1]
+        name = frame.name or self._model_name
         label = first_free(name, self._passes[-1], self._pending)
-        batch, _, queries = next(iter(values.values())).shape
+        batch, heads, queries = next(iter(values.values())).shape
+        frame.computations += (Computation(label, batch, heads, queries),)
         rows = self.row_masks.rows_for(label, batch, queries)
         if rows is None:
             self.row_masks.suspect(label, call, batch, queries)
@@ -353,8 +369,8 @@ class Recording(RecordingViews):
         if self._other_threads:
             message = "calls of the model from other threads are not recorded; call it in the thread of the context"
             warnings.warn(message, AttentionNotSeen, stacklevel=4)
-        if self.heads_unknown:
-            message = f"heads and sequences are not told apart in {describe(self.heads_unknown)}: recorded as one head"
+        if self.heads_unknown or self.repeats_unknown:
+            message = describe_unknown(self.heads_unknown, self.repeats_unknown)
             warnings.warn(message, HeadsUnknown, stacklevel=4)
         not_warned = {layer: reason for layer, reason in self.not_seen.items() if layer not in self._warned}
         if any(self._passes) and not_warned:
