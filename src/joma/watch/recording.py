@@ -24,7 +24,16 @@ from joma.watch.merged_heads import HeadsUnknown
 from joma.watch.repeats import Computation, describe_unknown, may_be_parts
 from joma.watch.rows import RowMasks, check_rows
 from joma.watch.sequence_starts import sequence_starts
-from joma.watch.unseen import BY_NAME, NO_VALUES, AttentionNotSeen, Kind, describe, may_attend, unseen_reason
+from joma.watch.unseen import (
+    BY_NAME,
+    AttentionNotSeen,
+    Kind,
+    describe,
+    may_attend,
+    nothing_called,
+    nothing_seen,
+    unseen_reason,
+)
 from joma.watch.views import RecordingViews
 
 REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # axes of [measure, layer, batch, head, query]
@@ -32,13 +41,6 @@ REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # axes of [m
     "batch": ((2,), ("head", "query")),
     "none": ((), ("batch", "head", "query")),
 }
-_NO_ATTENTION_REMEDY = (
-    "call the model itself, not its `forward`; a model's own attention is seen where it calls "
-    "`torch.nn.functional.scaled_dot_product_attention`, or averages values by a softmax"
-)
-_NOT_SEEN_REMEDY = (
-    "let it call `torch.nn.functional.scaled_dot_product_attention`, or multiply the result of a softmax by the values"
-)
 MAX_STACKED = 2**16  # elements of a layer's measures up to which the layers are brought to the host together
 DEFAULT_MEASURES = ("entropy", "effective_tokens")
 
@@ -379,19 +381,13 @@ class Recording(RecordingViews):
 
     def check_seen(self) -> None:
         """Raise an error if modules were called and no attention was recorded."""
-        if not self._passes or any(self._passes) or self.refused is not None:
-            return
-        if not self.not_seen:
-            got = f"{self._model_name}, which does not"
-            raise InputError("model", "attention", got, _NO_ATTENTION_REMEDY, must="compute")
-        got = f"{self._model_name}: {describe(self.not_seen)}"
-        if {*self.not_seen.values()} == {NO_VALUES}:
-            remedy = "call the model on tensors that hold values"
-            raise InputError("model", "attention that can be measured", got, remedy, must="compute")
-        if self._has_weights:
-            raise InputError("model", "attention that can be measured", got, _NOT_SEEN_REMEDY, must="compute")
-        remedy = "attention measures do not apply to it, but those of its weights do, such as `joma.stable_rank`"
-        raise InputError("model", "attention", got, remedy, must="compute")
+        if self._passes and not any(self._passes) and self.refused is None:
+            raise nothing_seen(self._model_name, self.not_seen, has_weights=self._has_weights)
+
+    def check_called(self) -> None:
+        """Raise an error if no module was called that may compute attention."""
+        if not self._passes:
+            raise nothing_called(self._model_name)
 
     def _in_forward_pass(self) -> bool:
         """Whether this is the thread of the context, and not the recomputation of a forward in a backward pass."""

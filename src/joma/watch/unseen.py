@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from joma.arguments import InputError
+
 
 class AttentionNotSeen(UserWarning):
     """Modules that look like attention were called, and nothing of them was recorded."""
@@ -73,6 +75,17 @@ BY_NAME = Kind(  # a module that is called attention by its parent, such as `sel
 _PROJECTION = re.compile(  # the name of a layer or a parameter that makes queries or keys
     r"(?i)^(to_?|w_?|c_?|in_?|fc_?)?(q|k|qk|kv|qkv|query|key|queries|keys|query_key_value)"
     r"(_?(proj\w*|lin\w*|layer|dense|weight|net|map|conv))?\d*$"
+)
+_NO_ATTENTION_REMEDY = (
+    "call the model itself, not its `forward`; a model's own attention is seen where it calls "
+    "`torch.nn.functional.scaled_dot_product_attention`, or averages values by a softmax"
+)
+_NOT_SEEN_REMEDY = (
+    "let it call `torch.nn.functional.scaled_dot_product_attention`, or multiply the result of a softmax by the values"
+)
+_NOT_CALLED_REMEDY = (
+    "let `forward` call the model in this thread; of a model without attention measure the weights, such as by "
+    "`joma.stable_rank`"
 )
 NO_VALUES = "it ran on meta or fake tensors, which hold no values"
 NEVER_RECORDED = 5  # the first kinds: their softmaxes are no attention of positions to positions
@@ -136,6 +149,33 @@ def _refusal(name: str) -> str | None:
     """Return why a class of this name is never recorded."""
     kind = next((kind for kind in KINDS[:NEVER_RECORDED] if kind.pattern.search(name)), None)
     return None if kind is None else f"{name} {kind.reason}"
+
+
+def nothing_seen(model: str, not_seen: Mapping[str, str], *, has_weights: bool) -> InputError:
+    """Return the error for a model in which modules were called and no attention was recorded.
+
+    `has_weights` says whether one of those that were not seen has attention weights.
+    """
+    if not not_seen:
+        return InputError("model", "attention", f"{model}, which does not", _NO_ATTENTION_REMEDY, must="compute")
+    got = f"{model}: {describe(not_seen)}"
+    if {*not_seen.values()} == {NO_VALUES}:
+        remedy = "call the model on tensors that hold values"
+        return InputError("model", "attention that can be measured", got, remedy, must="compute")
+    if has_weights:
+        return InputError("model", "attention that can be measured", got, _NOT_SEEN_REMEDY, must="compute")
+    remedy = "attention measures do not apply to it, but those of its weights do, such as `joma.stable_rank`"
+    return InputError("model", "attention", got, remedy, must="compute")
+
+
+def nothing_called(model: str) -> InputError:
+    """Return the error for a forward pass in which no module was called that may compute attention.
+
+    >>> print(nothing_called("Net").problem)
+    `model` must compute attention in its forward pass, got Net, of which no module was called that may
+    """
+    got = f"{model}, of which no module was called that may"
+    return InputError("model", "attention in its forward pass", got, _NOT_CALLED_REMEDY, must="compute")
 
 
 def describe(not_seen: Mapping[str, str]) -> str:
