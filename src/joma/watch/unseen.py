@@ -113,6 +113,14 @@ def _kind_of_class(name: str) -> Kind | None:
     return next((kind for kind in KINDS if kind.pattern.search(name)), None)
 
 
+def unseen_reason(module: nn.Module, kind: Kind) -> str:
+    """Return why nothing was recorded of a module, and what would make it visible where that is known."""
+    reason = f"{type(module).__name__} {kind.reason}"
+    if kind.reason == KINDS[-1].reason and getattr(module, "fused_attn", None) is False:
+        return f"{reason}; call `timm.layers.set_fused_attn(True)` before the model is built"
+    return reason
+
+
 @cache
 def _kind_of_path(path: str) -> Kind | None:
     """Return the kind of a module that its parent calls attention."""
@@ -125,14 +133,6 @@ def may_attend(module: nn.Module, kind: Kind, *, combines: bool) -> bool:
     `combines` says whether two activations were multiplied with each other in the call.
     """
     return kind is not BY_NAME or combines or any(map(_PROJECTION.match, (*module._modules, *module._parameters)))
-
-
-def unseen_reason(module: nn.Module, kind: Kind) -> str:
-    """Return why nothing was recorded of a module, and what would make it visible where that is known."""
-    reason = f"{type(module).__name__} {kind.reason}"
-    if kind.reason == KINDS[-1].reason and getattr(module, "fused_attn", None) is False:
-        return f"{reason}; call `timm.layers.set_fused_attn(True)` before the model is built"
-    return reason
 
 
 def never_recorded(modules: Iterable[nn.Module]) -> str | None:
