@@ -300,3 +300,12 @@ def test_the_quick_preset_trains_here_and_the_paper_preset_uses_the_hub():
     assert STUDY.presets["quick"].seconds <= 40
     assert not STUDY.presets["quick"].config.models
     assert STUDY.presets["paper"].config.models
+    assert f"on bytes for {STUDY.presets['quick'].config.steps} steps" in STUDY.about
+
+
+def test_readings_are_declared_for_the_preset_that_can_decide_them():
+    assert {claim.name for claim in CLAIMS if claim.presets == ("paper",)} == PUBLIC
+    for claim in CLAIMS:
+        record = claim.judge(series(), "quick")
+        assert record["verdict"] == ("holds" if claim.name == "sound" else "not tested")
+        assert (record["reason"] == "decided at preset paper only") == (claim.name in PUBLIC)

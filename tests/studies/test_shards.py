@@ -20,7 +20,7 @@ CHANGES = {
     "cooccurrence": {"samples": 5000, "trees": 2},
     "rank-collapse": {"layers": 4, "draws": 4},
 }
-# Compared once at the quick preset's full size (`pretrained` for 20 of its 300 steps), which takes too long for a test.
+# Compared once at the quick preset's full size (`pretrained` for 20 of its steps), which takes too long for a test.
 COMPARED_ONCE = {"critical-points", "scan-snap", "permutation", "pretrained"}
 # Training these, PyTorch sums the gradients of biases, updates by Adam, or multiplies matrices by other kernels, or by
 # other parts of a kernel, if the number of seeds changes.

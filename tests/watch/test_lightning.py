@@ -65,11 +65,13 @@ class KeepingLogger(lightning.loggers.CSVLogger):
         self.logs.append((int(step or 0), dict(metrics)))
 
 
-def fit(path: Path, callbacks: list[Any], framework: Any = lightning, **options: Any) -> tuple[Any, KeepingLogger]:
+def fit(
+    path: Path, callbacks: list[Any], framework: Any = lightning, *, module: Any = None, **options: Any
+) -> tuple[Any, KeepingLogger]:
     logger = KeepingLogger(path)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = framework.Trainer(max_steps=5, accelerator="cpu", logger=logger, callbacks=callbacks, **quiet, **options)
-    module = small_module(framework)
+    module = small_module(framework) if module is None else module
     torch.manual_seed(4)
     trainer.fit(module, DataLoader(DATA, batch_size=4, shuffle=True))
     return module, logger
@@ -286,3 +288,22 @@ def test_the_mask_in_a_batch_of_three_counts(tmp_path):
         module(DATA.tensors[0][:4], padding[:4])
     np.testing.assert_allclose(callback.trajectory.entropy[0].values, seen.entropy[0].values, atol=1e-6)
     assert float(callback.trajectory.entropy[0].max()) <= np.log(2) + 1e-6  # two tokens of five are real
+
+
+def test_a_module_without_attention_is_told_so(tmp_path: Path) -> None:
+    class Plain(lightning.LightningModule):
+        """A module of linear layers, which calls them in its step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 4), nn.Linear(4, 8)
+
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.mse_loss(self.outer(self.inner(batch[0]).relu()), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    message = "`model` must compute attention in its forward pass, got Plain, of which no module was called that may"
+    with pytest.warns(ProbeFailed, match=message):
+        fit(tmp_path, [EntropyCallback()], module=Plain())

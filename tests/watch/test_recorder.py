@@ -226,6 +226,11 @@ def test_bad_input_is_named() -> None:
         Recorder(model, TOKENS[:, :1], ranks=False, strict=True)(0)
     with pytest.raises(InputError, match="`model` must compute attention, got Linear"):
         Recorder(nn.Linear(2, 2), torch.zeros(1, 2), strict=True)(0)
+    message = (
+        "got Model, of which no module was called that may; let `forward` call the model in this thread; of a model"
+    )
+    with pytest.raises(InputError, match=f"`model` must compute attention in its forward pass, {message}"):
+        Recorder(model, TOKENS, forward=lambda model, batch: model.embed(batch), strict=True)(0)
     with pytest.raises(StateError, match="`recorder` has no probe yet; call it at a step that is due"):
         Recorder(model, TOKENS).dataset()
     failing = Recorder(nn.Linear(2, 2), torch.zeros(1, 2), ranks=False)

@@ -70,6 +70,9 @@ class Config:
     rate: float = 3e-3
 
 
+QUICK = Config(steps=150)
+
+
 def run(config: Config, context: Context) -> xr.Dataset:
     """Probe the series of each model, or train a series for each seed and probe those."""
     with _folder(context) as folder:
@@ -267,6 +270,7 @@ def _saver(config: Config, folder: Path, task: Task) -> Any:
 _FALL = "fall of the lowest layer's entropy from its start to its minimum, in nats"
 _RANK = "smallest stable rank of the MLP's lower matrix relative to the start, mean over layers"
 _COSINE = "root mean square cosine of the token embeddings at the end, relative to random directions"
+PUBLIC_MODELS = ("paper",)  # the presets that probe models of others: quick has a toy
 _OURS = "The threshold is ours; it was set before any public model was probed"
 
 CLAIMS = (
@@ -276,6 +280,7 @@ CLAIMS = (
         lambda run: entropy_fall(public_models(run)),
         at_least(0.3),
         kind="reading",
+        presets=PUBLIC_MODELS,
         quantity=f"{_FALL}, mean over models. {_OURS}",
     ),
     Claim(
@@ -284,6 +289,7 @@ CLAIMS = (
         lambda run: entropy_recovery(public_models(run)),
         at_least(0.1),
         kind="reading",
+        presets=PUBLIC_MODELS,
         quantity=f"rise of the lowest layer's entropy from its minimum to the end, in nats, mean over models. {_OURS}",
     ),
     Claim(
@@ -292,6 +298,7 @@ CLAIMS = (
         lambda run: least_certain_recovery(public_models(run)),
         at_most(0.05),
         kind="reading",
+        presets=PUBLIC_MODELS,
         quantity="how often noise around the best curve that never rises looks as clear; the largest of all models",
     ),
     Claim(
@@ -300,6 +307,7 @@ CLAIMS = (
         lambda run: rank_left(public_models(run)),
         at_most(0.8),
         kind="reading",
+        presets=PUBLIC_MODELS,
         quantity=f"{_RANK} and models. {_OURS}",
     ),
     Claim(
@@ -308,6 +316,7 @@ CLAIMS = (
         lambda run: embedding_excess(public_models(run)),
         at_most(1.5),
         kind="reading",
+        presets=PUBLIC_MODELS,
         quantity=f"{_COSINE}, mean over models. {_OURS}",
     ),
     Claim(
@@ -433,13 +442,13 @@ STUDY = Study(
         "Series of checkpoints are audited and probed: entropy of attention on the beginning of the embedded text, "
         "stable rank of each MLP's lower matrix, cosines between embeddings and between hidden vectors. The preset "
         "paper takes public checkpoints of Pythia and the final models of OPT from the hub. The preset quick needs no "
-        "network: it trains a tiny GPT-NeoX on bytes for 300 steps and saves it under Pythia's names. That is a toy, "
-        "which tests our tools and says nothing about OPT or Pythia."
+        f"network: it trains a tiny GPT-NeoX on bytes for {QUICK.steps} steps and saves it under Pythia's names. That "
+        "is a toy, which tests our tools and says nothing about OPT or Pythia."
     ),
     version=3,
     presets={
         "quick": Preset(
-            Config(steps=150),
+            QUICK,
             seeds=3,
             seconds=25,
             title="A toy in place of OPT and Pythia: our probes on its checkpoints",

@@ -29,9 +29,9 @@ from joma.probes.summary import AttentionCall, summary_rows
 from joma.watch.empty_keys import without_empty_keys
 from joma.watch.flex import flex_call
 from joma.watch.layouts import attends_globally, fits, in_order, layout
-from joma.watch.merged_heads import merged_heads, unknown_heads
+from joma.watch.merged_heads import merged_heads, tensors, unknown_heads
 from joma.watch.recording import Frame, Recording
-from joma.watch.softmaxes import LINEAR, SOFTMAXES, Softmaxes, Use, attention_logits, head_count, holds_values
+from joma.watch.softmaxes import LINEAR, PRODUCTS, SOFTMAXES, Softmaxes, Use, attention_logits, head_count, holds_values
 from joma.watch.switches import compilation
 from joma.watch.unseen import NO_VALUES, never_recorded
 from joma.watch.weight_functions import IN_PLACE
@@ -40,6 +40,7 @@ from joma.watch.written_softmaxes import STEPS
 _SDPA = F.scaled_dot_product_attention
 _MULTI_HEAD = F.multi_head_attention_forward
 _SUBTRACTIONS = (torch.sub, Tensor.sub, torch.subtract, Tensor.subtract)
+_COMBINATIONS = {*PRODUCTS, torch.functional.einsum, torch.functional.tensordot} - {F.linear}  # of two activations
 _local = threading.local()
 
 
@@ -61,6 +62,7 @@ class Interceptor(TorchFunctionMode):
             **{function: partial(self._subtract, function) for function in _SUBTRACTIONS},
             **{function: partial(self._written, function) for function in STEPS},
             **{function: partial(self._in_place, function) for function in IN_PLACE},
+            **{function: partial(self._combine, function) for function in _COMBINATIONS},
         }
 
     def __torch_function__(
@@ -237,10 +239,25 @@ class Interceptor(TorchFunctionMode):
         if softmax is not None:
             self._note_softmax(active, softmax[0], result, softmax[1])
         elif self._followed:
-            use = self.softmaxes.follow(func, args, kwargs, result)
-            if use is not None:
-                self._measure_softmax(use)
+            self._follow(func, args, kwargs, result)
         return result
+
+    def _combine(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Multiply tensors, follow weights among them, and note whether two activations are multiplied."""
+        result = func(*args, **kwargs)
+        if self._followed:
+            self._follow(func, args, kwargs, result)
+        recordings = [recording for recording in self.active if recording.awaits_combination]
+        if recordings and sum(not self._is_constant(factor) for factor in tensors((*args, *kwargs.values()))) > 1:
+            for recording in recordings:
+                recording.note_combination()
+        return result
+
+    def _follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Follow weights among the arguments of a call, and measure them if it uses them as attention."""
+        use = self.softmaxes.follow(func, args, kwargs, result)
+        if use is not None:
+            self._measure_softmax(use)
 
     def _in_place(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function that may hide keys in weights themselves, and compare them with what they were."""
@@ -270,6 +287,8 @@ class Interceptor(TorchFunctionMode):
         if not reason:
             logits, sinks = attention_logits(use, heads)
             use.softmax.labels = self.measure(AttentionCall(logits=logits, sink_logits=sinks), depths)
+            for recording, before in use.softmax.context.items():
+                recording.take_off(before[depths[recording] :])
             if sizes is not None and heads is None:
                 _note_unknown_heads(use.softmax.labels, sizes)
 

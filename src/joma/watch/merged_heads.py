@@ -11,7 +11,7 @@ from joma.watch.softmaxes import head_count
 
 
 class HeadsUnknown(UserWarning):
-    """The first axis of an attention may be of sequences, of heads or of both: it is recorded as of sequences."""
+    """Sequences, heads or chunks of queries are not told apart: those in one axis, or in several computations."""
 
 
 def merged_heads(modules: Sequence[nn.Module], arguments: Iterable[Any], sizes: tuple[int, int, int]) -> int | None:
@@ -34,7 +34,7 @@ def merged_heads(modules: Sequence[nn.Module], arguments: Iterable[Any], sizes: 
     heads = head_count(reversed(modules))
     if heads == 1 or (heads is not None and first % heads):
         return 1
-    shapes = [tensor.shape for tensor in _tensors(arguments)]
+    shapes = [tensor.shape for tensor in tensors(arguments)]
     batches = {shape[0] for shape in shapes if len(shape) > 1}
     pairs = {tuple(shape[:2]) for shape in shapes if len(shape) > 1}
     alone = any((first, position) in pairs for position in positions)
@@ -55,10 +55,10 @@ def unknown_heads(sizes: tuple[int, int, int]) -> str:
     return f"its weights {sizes} may be of sequences or of heads first, and no argument of its modules says which"
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among values, and in the lists and dictionaries among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple | dict):
-            yield from _tensors(value.values() if isinstance(value, dict) else value)
+            yield from tensors(value.values() if isinstance(value, dict) else value)

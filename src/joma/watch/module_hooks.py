@@ -33,7 +33,7 @@ def around(outer: Hooks, inner: Hooks) -> Hooks:
 
     >>> entered = []
     >>> outer, inner = (Hooks(nn.ReLU(), lambda *_, n=n: entered.append(n), print, kwargs=True) for n in "ab")
-    >>> around(outer, inner).enter(None, (), {})
+    >>> around(outer, inner).enter(nn.ReLU(), (), {})
     >>> entered
     ['a', 'b']
     """

@@ -253,6 +253,7 @@ class Recorder(RecorderViews):
             reshard(modules)
         if recording.longest == 0 and recording.refused is not None:
             raise recording.refused
+        recording.check_called()
         if recording.longest < 2:
             remedy = "give a batch of longer sequences"
             raise InputError("batch", "sequences of at least two tokens", f"{recording.longest}", remedy)

@@ -21,9 +21,19 @@ from joma.probes.summary import MAX_TOP, MEASURES, AttentionCall, Sinks, check_m
 from joma.watch.blocks import first_free
 from joma.watch.constants import Constants
 from joma.watch.merged_heads import HeadsUnknown
+from joma.watch.repeats import Computation, describe_unknown, may_be_parts
 from joma.watch.rows import RowMasks, check_rows
 from joma.watch.sequence_starts import sequence_starts
-from joma.watch.unseen import NO_VALUES, AttentionNotSeen, Kind, describe, unseen_reason
+from joma.watch.unseen import (
+    BY_NAME,
+    AttentionNotSeen,
+    Kind,
+    describe,
+    may_attend,
+    nothing_called,
+    nothing_seen,
+    unseen_reason,
+)
 from joma.watch.views import RecordingViews
 
 REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # axes of [measure, layer, batch, head, query]
@@ -31,13 +41,6 @@ REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # axes of [m
     "batch": ((2,), ("head", "query")),
     "none": ((), ("batch", "head", "query")),
 }
-_NO_ATTENTION_REMEDY = (
-    "call the model itself, not its `forward`; a model's own attention is seen where it calls "
-    "`torch.nn.functional.scaled_dot_product_attention`, or averages values by a softmax"
-)
-_NOT_SEEN_REMEDY = (
-    "let it call `torch.nn.functional.scaled_dot_product_attention`, or multiply the result of a softmax by the values"
-)
 MAX_STACKED = 2**16  # elements of a layer's measures up to which the layers are brought to the host together
 DEFAULT_MEASURES = ("entropy", "effective_tokens")
 
@@ -52,6 +55,8 @@ class Frame:
     inputs: tuple[Any, ...] = ()  # its positional arguments
     keywords: dict[str, Any] = field(default_factory=dict)  # its other arguments
     explained: bool = False  # whether something in it was recorded, or is listed as not seen
+    combines: bool = False  # whether two activations were multiplied with each other in it
+    computations: tuple[Computation, ...] = ()  # the attentions that it has computed itself
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -82,6 +87,8 @@ class Recording(RecordingViews):
         constants: the parameters and buffers of the model; the context gives them.
         heads_unknown: for each layer whose weights have one axis that may be of sequences or of heads, the reason; it
             is recorded as one head.
+        repeats_unknown: for each module that computes attention several times in one call, the reason, where its
+            entries `name`, `name[1]` … may be sequences, heads or chunks of queries of one attention.
         row_masks: the masks that the model's modules are called with, and which rows they leave open.
         options: the measures to compute and how: recordings with the same options share one computation.
         refused: the error that explains why a call was not recorded, the first one if there are several, or None.
@@ -108,6 +115,7 @@ class Recording(RecordingViews):
         self.longest = 0
         self.not_seen: dict[str, str] = {}
         self.heads_unknown: dict[str, str] = {}
+        self.repeats_unknown: dict[str, str] = {}
         self.refused: InputError | None = None
         self._has_weights = False  # whether a module of `not_seen` has attention weights
         self._warned: set[str] = set()  # layers of `not_seen` of which a warning has been given
@@ -262,8 +270,11 @@ class Recording(RecordingViews):
         failed = output is None
         if self._in_forward_pass() and self._call_stack:
             frame = self._call_stack[-1]
-            if frame.kind is not None and not frame.explained and not failed:
-                self.overlook(unseen_reason(frame.module, frame.kind))
+            kind = None if frame.explained or failed else frame.kind
+            if kind is not None and may_attend(frame.module, kind, combines=frame.combines):
+                self.overlook(unseen_reason(frame.module, kind))
+            if len(frame.computations) > 1 and not failed:
+                self._note_repeats(frame)
             self._call_stack.pop()
             if not self._call_stack:
                 if failed and sys.exc_info()[0] is not None:
@@ -271,6 +282,13 @@ class Recording(RecordingViews):
                 self._reduce_pending()
                 for listener in self.pass_ended:
                     listener()
+
+    def _note_repeats(self, frame: Frame) -> None:
+        """Note a module whose attentions of one call may be parts of one."""
+        computations = [computation for computation in frame.computations if computation.label in self._pending]
+        reason = may_be_parts(computations, [frame.module for frame in self._call_stack], frame.arguments)
+        if reason is not None:
+            self.repeats_unknown.setdefault(frame.name or self._model_name, reason)
 
     def _drop_pass(self) -> None:
         """Forget what a call has recorded that ended with an error, which the caller may catch."""
@@ -284,6 +302,21 @@ class Recording(RecordingViews):
         self._has_weights |= frame.kind is None or frame.kind.has_weights
         self.not_seen.setdefault(frame.name or self._model_name, reason)
         self._explain()
+
+    def take_off(self, frames: Sequence[Frame]) -> None:
+        """Take modules off the list of those not seen: they computed weights that are recorded where values are."""
+        for frame in frames:
+            self.not_seen.pop(frame.name, None)
+
+    @property
+    def awaits_combination(self) -> bool:
+        """Whether a module is being called that counts as attention if it multiplies two activations."""
+        return any(frame.kind is BY_NAME and not frame.explained for frame in self._call_stack)
+
+    def note_combination(self) -> None:
+        """Note that the modules which are being called multiply two activations with each other."""
+        for frame in self._call_stack:
+            frame.combines = True
 
     def _explain(self) -> None:
         for frame in self._call_stack:
@@ -315,9 +348,11 @@ class Recording(RecordingViews):
         """
         self.longest = max(self.longest, keys)
         self._explain()
-        name = self._call_stack[depth - 1].name or self._model_name
+        frame = self._call_stack[depth - 1]
+        name = frame.name or self._model_name
         label = first_free(name, self._passes[-1], self._pending)
-        batch, _, queries = next(iter(values.values())).shape
+        batch, heads, queries = next(iter(values.values())).shape
+        frame.computations += (Computation(label, batch, heads, queries),)
         rows = self.row_masks.rows_for(label, batch, queries)
         if rows is None:
             self.row_masks.suspect(label, call, batch, queries)
@@ -340,8 +375,8 @@ class Recording(RecordingViews):
         if self._other_threads:
             message = "calls of the model from other threads are not recorded; call it in the thread of the context"
             warnings.warn(message, AttentionNotSeen, stacklevel=4)
-        if self.heads_unknown:
-            message = f"heads and sequences are not told apart in {describe(self.heads_unknown)}: recorded as one head"
+        if self.heads_unknown or self.repeats_unknown:
+            message = describe_unknown(self.heads_unknown, self.repeats_unknown)
             warnings.warn(message, HeadsUnknown, stacklevel=4)
         not_warned = {layer: reason for layer, reason in self.not_seen.items() if layer not in self._warned}
         if any(self._passes) and not_warned:
@@ -350,19 +385,13 @@ class Recording(RecordingViews):
 
     def check_seen(self) -> None:
         """Raise an error if modules were called and no attention was recorded."""
-        if not self._passes or any(self._passes) or self.refused is not None:
-            return
-        if not self.not_seen:
-            got = f"{self._model_name}, which does not"
-            raise InputError("model", "attention", got, _NO_ATTENTION_REMEDY, must="compute")
-        got = f"{self._model_name}: {describe(self.not_seen)}"
-        if {*self.not_seen.values()} == {NO_VALUES}:
-            remedy = "call the model on tensors that hold values"
-            raise InputError("model", "attention that can be measured", got, remedy, must="compute")
-        if self._has_weights:
-            raise InputError("model", "attention that can be measured", got, _NOT_SEEN_REMEDY, must="compute")
-        remedy = "attention measures do not apply to it, but those of its weights do, such as `joma.stable_rank`"
-        raise InputError("model", "attention", got, remedy, must="compute")
+        if self._passes and not any(self._passes) and self.refused is None:
+            raise nothing_seen(self._model_name, self.not_seen, has_weights=self._has_weights)
+
+    def check_called(self) -> None:
+        """Raise an error if no module was called that may compute attention."""
+        if not self._passes:
+            raise nothing_called(self._model_name)
 
     def _in_forward_pass(self) -> bool:
         """Whether this is the thread of the context, and not the recomputation of a forward in a backward pass."""

@@ -2,6 +2,8 @@
 
 `KINDS` is the table to add to: a pattern for the names of classes, and what is said of such a module. The first pattern
 that matches counts. A module of the first group is never recorded; the others are listed if nothing in them was.
+A class may have any name. So a module that its parent calls `attn` is listed too, if it multiplies two activations, as
+queries and keys are, or holds their projections: parts of attention, gates and layers of features do neither.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from functools import cache
 from typing import NamedTuple
 
 from torch import nn
+
+from joma.arguments import InputError
 
 
 class AttentionNotSeen(UserWarning):
@@ -61,6 +65,28 @@ KINDS = tuple(
         (r"(?i)att(ention|n)", "calls no SDPA, and no softmax whose result averages values", True),
     )
 )
+BY_NAME = Kind(  # a module that is called attention by its parent, such as `self_attn`, `attns.0` or `attention_layer`
+    re.compile(
+        r"(?i)(^|\.)(?![a-wyz]_)\w*(att(ention|n)|attend|mha)(_?(layer|block|module|fn|op|core))?s?_?\d*(\.\d+)*$"
+    ),
+    KINDS[-1].reason,
+    True,
+)
+_PROJECTION = re.compile(  # the name of a layer or a parameter that makes queries or keys
+    r"(?i)^(to_?|w_?|c_?|in_?|fc_?)?(q|k|qk|kv|qkv|query|key|queries|keys|query_key_value)"
+    r"(_?(proj\w*|lin\w*|layer|dense|weight|net|map|conv))?\d*$"
+)
+_NO_ATTENTION_REMEDY = (
+    "call the model itself, not its `forward`; a model's own attention is seen where it calls "
+    "`torch.nn.functional.scaled_dot_product_attention`, or averages values by a softmax"
+)
+_NOT_SEEN_REMEDY = (
+    "let it call `torch.nn.functional.scaled_dot_product_attention`, or multiply the result of a softmax by the values"
+)
+_NOT_CALLED_REMEDY = (
+    "let `forward` call the model in this thread; of a model without attention measure the weights, such as by "
+    "`joma.stable_rank`"
+)
 NO_VALUES = "it ran on meta or fake tensors, which hold no values"
 NEVER_RECORDED = 5  # the first kinds: their softmaxes are no attention of positions to positions
 _NOT_ATTENTION = re.compile(r"(?i)(norm|dropout|mask|bias|embeddings?|output|projection|mlp|softmax)$")
@@ -68,15 +94,17 @@ _NOT_ATTENTION = re.compile(r"(?i)(norm|dropout|mask|bias|embeddings?|output|pro
 PARTS_WITHOUT_ATTENTION = re.compile(r"(MLP|RMSNorm|RotaryEmbedding)$")  # the names of classes in `transformers.models`
 
 
-def attention_kind(module: nn.Module) -> Kind | None:
-    """Return which kind of attention, or of what stands in its place, a module seems to be by its class; None if none.
+def attention_kind(module: nn.Module, path: str = "") -> Kind | None:
+    """Return which kind of attention, or of what stands in its place, a module seems to be; None if none.
+
+    Its class says so, or else its place in the model: the attribute at the end of its dotted path.
 
     >>> attention_kind(nn.MultiheadAttention(4, 2)).reason
     'calls no SDPA, and no softmax whose result averages values'
-    >>> attention_kind(nn.Linear(4, 2)) is None
-    True
+    >>> attention_kind(nn.Linear(4, 2)) is None, attention_kind(nn.Bilinear(2, 2, 2), "h.0.attn") is BY_NAME
+    (True, True)
     """
-    return _kind_of_class(type(module).__name__)
+    return _kind_of_class(type(module).__name__) or _kind_of_path(path)
 
 
 @cache
@@ -106,6 +134,20 @@ def unseen_reason(module: nn.Module, kind: Kind) -> str:
     return reason
 
 
+@cache
+def _kind_of_path(path: str) -> Kind | None:
+    """Return the kind of a module that its parent calls attention."""
+    return BY_NAME if BY_NAME.pattern.search(path) else None
+
+
+def may_attend(module: nn.Module, kind: Kind, *, combines: bool) -> bool:
+    """Return whether a call of a module of this kind, in which nothing was recorded, may have computed attention.
+
+    `combines` says whether two activations were multiplied with each other in the call.
+    """
+    return kind is not BY_NAME or combines or any(map(_PROJECTION.match, (*module._modules, *module._parameters)))
+
+
 def never_recorded(modules: Iterable[nn.Module]) -> str | None:
     """Return why attention inside these modules is not measured even where it takes a softmax, or None if it is."""
     for module in modules:
@@ -120,6 +162,33 @@ def _refusal(name: str) -> str | None:
     """Return why a class of this name is never recorded."""
     kind = next((kind for kind in KINDS[:NEVER_RECORDED] if kind.pattern.search(name)), None)
     return None if kind is None else f"{name} {kind.reason}"
+
+
+def nothing_seen(model: str, not_seen: Mapping[str, str], *, has_weights: bool) -> InputError:
+    """Return the error for a model in which modules were called and no attention was recorded.
+
+    `has_weights` says whether one of those that were not seen has attention weights.
+    """
+    if not not_seen:
+        return InputError("model", "attention", f"{model}, which does not", _NO_ATTENTION_REMEDY, must="compute")
+    got = f"{model}: {describe(not_seen)}"
+    if {*not_seen.values()} == {NO_VALUES}:
+        remedy = "call the model on tensors that hold values"
+        return InputError("model", "attention that can be measured", got, remedy, must="compute")
+    if has_weights:
+        return InputError("model", "attention that can be measured", got, _NOT_SEEN_REMEDY, must="compute")
+    remedy = "attention measures do not apply to it, but those of its weights do, such as `joma.stable_rank`"
+    return InputError("model", "attention", got, remedy, must="compute")
+
+
+def nothing_called(model: str) -> InputError:
+    """Return the error for a forward pass in which no module was called that may compute attention.
+
+    >>> print(nothing_called("Net").problem)
+    `model` must compute attention in its forward pass, got Net, of which no module was called that may
+    """
+    got = f"{model}, of which no module was called that may"
+    return InputError("model", "attention in its forward pass", got, _NOT_CALLED_REMEDY, must="compute")
 
 
 def describe(not_seen: Mapping[str, str]) -> str:

@@ -72,10 +72,12 @@ def attention(
 
     A softmax of at least three axes is followed through functions that permute, reshape, mask and scale it up to
     `matmul`, `bmm`, `einsum` or `linear` with values that are no parameters or buffers. Sums of elementwise products
-    are listed in `not_seen`. Not seen at all, unless the name of the module's class says attention, are other ways to
-    average values: `tensordot`, one sequence or head of the weights at a time, and functions of your own in C++ or
-    Triton. Where sequences and heads share an axis, the modules' arguments say how many there are; if they do not, the
-    layer is recorded as one head and listed in `heads_unknown`, with one warning.
+    are listed in `not_seen`. Not seen at all, unless the module's class or the attribute that holds it says attention,
+    are other ways to average values: `tensordot`, one sequence or head of the weights at a time, and functions of your
+    own in C++ or Triton. Where sequences and heads share an axis, the modules' arguments say how many there are; if
+    they do not, the layer is recorded as one head and listed in `heads_unknown`, with one warning. A module that
+    computes attention several times in one call, for each sequence, head or chunk of queries, has several entries; it
+    is listed in `repeats_unknown`, with one warning, unless each is a whole attention.
 
     Args:
         model: the module to watch, and to call.
@@ -98,7 +100,7 @@ def attention(
 
     Returns:
         A `Recording`, whose `.dataset()` has dims pass, layer, head. A layer has the name of the module that made the
-        call; its second call in the same pass is `name[1]`.
+        call; its second attention in the same pass is `name[1]`.
 
     >>> block = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, batch_first=True, dropout=0.0)
     >>> with attention(block) as recording:
@@ -136,5 +138,5 @@ def _hooks(modules: Mapping[str, nn.Module], layers: Mapping[str, str], recordin
         is_plain = kind in without_attention and "forward" not in module.__dict__
         if name and (is_plain or (kind in elementary and not module._modules)):
             continue
-        enter = partial(recording.enter, layers[name], attention_kind(module))
+        enter = partial(recording.enter, layers[name], attention_kind(module, layers[name]))
         yield Hooks(module, enter, recording.leave, kwargs=True)
