@@ -198,7 +198,7 @@ def time_cuda_step(config: Config, text: TextColumns, layers: int) -> tuple[floa
         return (synchronised() - start) / 300, model
 
 
-def work(model: DecoderConfig, config: Config, types: int) -> tuple[float, float]:
+def work(sizes: DecoderConfig, config: Config, types: int) -> tuple[float, float]:
     """Return the bytes that one step of all seeds must move, and its operations.
 
     Adam reads parameter and moments and writes them (24 bytes). The gradient of the embedding is written, and read for
@@ -207,5 +207,5 @@ def work(model: DecoderConfig, config: Config, types: int) -> tuple[float, float
     (10). A weight in a product costs 6 operations per token.
     """
     tokens = config.batch * config.length * len(SEEDS)
-    parameters, embedding = len(SEEDS) * model.parameter_count, len(SEEDS) * types * model.width
+    parameters, embedding = len(SEEDS) * sizes.parameter_count, len(SEEDS) * types * sizes.width
     return 36 * parameters + 10 * tokens * types, 6 * tokens / len(SEEDS) * (parameters - embedding)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def filled(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
+def with_generated_parts(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
     """Return a page with its generated parts written anew.
 
-    >>> filled("<!-- generated: sum -->\\n3\\n<!-- end -->", {"sum": lambda: "4\\n"})
+    >>> with_generated_parts("<!-- generated: sum -->\\n3\\n<!-- end -->", {"sum": lambda: "4\\n"})
     '<!-- generated: sum -->\\n4\\n<!-- end -->'
     """
     return BLOCK.sub(lambda match: f"{match[1]}{parts[match[2]]()}{match[3]}", text)

@@ -73,7 +73,7 @@ COMMIT, SOURCE = re.compile(r"[0-9a-f]{40}"), "src/joma"
 
 
 def commit_of(run: xr.Dataset) -> str:
-    """Return the commit that a stored run was made on.
+    """Return the commit that a stored run was made on; with "-dirty" at its end, or "unknown", if none is that.
 
     A run on a copy of the files that lacks the newest history names an older commit, with changes; then it is the
     commit whose package is the one that ran, by its `source_tree`.
@@ -81,9 +81,8 @@ def commit_of(run: xr.Dataset) -> str:
     named, tree = run.attrs["git_commit"], run.attrs.get("source_tree")
     if COMMIT.fullmatch(named) or tree is None:
         return named
-    return next(
-        (commit for commit in _git("log", "--format=%H", "--", SOURCE).split() if tree_of(commit) == tree), named
-    )
+    commits = _git("log", "--full-history", "--format=%H", "--", SOURCE).split()
+    return next((commit for commit in commits if tree_of(commit) == tree), named)
 
 
 def tree_of(commit: str) -> str:
@@ -126,7 +125,7 @@ def paragraph(text: str) -> str:
 def section(path: Path, pictures: str = PICTURES.name) -> Iterator[str]:
     """Yield the parts of the page about one run; `pictures` is their folder as seen from the page."""
     study, stored, run = load(path.parent.name), read_claims(path), open_run(path)
-    seeds, commit = len(read_config(path)["seeds"]), commit_of(run)[:12]
+    seeds, commit = len(read_config(path)["seeds"]), commit_of(run)
     yield f"## {study.name}: {stored.description.title}"
     yield f"    {command(path)}"
     yield paragraph(cited(study.description(read_config(path)["preset"], "")))
@@ -135,7 +134,8 @@ def section(path: Path, pictures: str = PICTURES.name) -> Iterator[str]:
     yield f"![{alt_text(study)}]({pictures}/{study.name}.png)"
     yield paragraph(caption)
     plural = "s" * (seeds > 1)
-    yield paragraph(f"{seeds} seed{plural}, {_cost(path)}; commit {commit}; stored in `{relative(path)}`.")
+    short = f"{commit[:12]}{'-dirty' * commit.endswith('-dirty')}"
+    yield paragraph(f"{seeds} seed{plural}, {_cost(path)}; commit {short}; stored in `{relative(path)}`.")
     yield "\n".join(claims_table(stored.claims))
 
 

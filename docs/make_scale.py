@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from generated import filled, paragraph, table
+from generated import paragraph, table, with_generated_parts
 
 DOCS = Path(__file__).parent
 PAGE, NUMBERS, FIGURE = DOCS / "scale.md", DOCS / "scale.json", DOCS / "scale.svg"
@@ -248,7 +248,7 @@ PARTS = {"engines": engines_part, "check": check_part, "units": units_part, "pyt
 
 def page(text: str, numbers: dict[str, Any]) -> str:
     """Return the page with the generated parts as the numbers have them."""
-    return filled(text, {name: partial(part, numbers) for name, part in PARTS.items()})
+    return with_generated_parts(text, {name: partial(part, numbers) for name, part in PARTS.items()})
 
 
 def curves(numbers: dict[str, Any]) -> dict[str, list[list[float]]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xarray as xr
 from scipy import stats
 
-from generated import filled, paragraph, table
+from generated import paragraph, table, with_generated_parts
 from joma.runs import find_runs, open_run
 from joma.studies.entropy_return import fall
 from joma.studies.text import bounce_cause_arms
@@ -162,10 +162,10 @@ PAGES: dict[str, dict[str, Callable[[xr.Dataset], str]]] = {
 
 def page(study: str, text: str, run: xr.Dataset) -> str:
     """Return the page of a study with its tables as the run has them."""
-    return filled(text, {name: partial(part, run) for name, part in PAGES[study].items()})
+    return with_generated_parts(text, {name: partial(part, run) for name, part in PAGES[study].items()})
 
 
-def stored_runs() -> Mapping[str, Any]:
+def stored_runs() -> Mapping[str, xr.Dataset]:
     """Return the stored run of each study that has a page with tables."""
     return {path.parent.name: open_run(path) for path in find_runs(DOCS / "runs") if path.parent.name in PAGES}
 

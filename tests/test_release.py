@@ -159,6 +159,7 @@ def test_the_wheel_runs_a_study_and_draws_its_report(elsewhere, tmp_path):
     assert "<style>" in report
     attributes = joma.open_run(tmp_path / outcome["path"]).attrs
     assert (attributes["joma_version"], attributes["git_commit"]) == (joma.__version__, "unknown")
+    assert attributes["source_tree"] == source_tree(Path(joma.__file__).parent)
 
 
 def test_the_wheel_verifies_every_theorem(elsewhere):

@@ -1,13 +1,15 @@
 import re
 import subprocess
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+import xarray as xr
 
 import joma
-from joma import stamp
-from joma.runs import Run
-from joma.stamp import STAMP, code, now, provenance, source_tree
+from joma import runs, stamp
+from joma.runs import Run, open_run
+from joma.stamp import STAMP, code_identity, has_changed, now, provenance, source_tree
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +85,28 @@ def test_a_run_names_the_code_that_it_began_with(monkeypatch, tmp_path):
     monkeypatch.setattr(stamp, "__file__", str(package / "stamp.py"))
     Run(tmp_path / "runs", "toy", 1, {}, range(1)).begin("quick")
     began = source_tree(package)
+    assert not has_changed()
     (package / "stamp.py").write_text("changed while it ran")
-    assert code()["source_tree"] == provenance()["source_tree"] == began != source_tree(package)
+    assert code_identity()["source_tree"] == provenance()["source_tree"] == began != source_tree(package)
+    assert has_changed()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_run_whose_code_has_changed_on_the_way_says_so(monkeypatch, tmp_path, changed):
+    monkeypatch.setattr(runs, "has_changed", lambda: changed)
+    run = Run(tmp_path, "toy", 1, {}, range(1))
+    run.begin("quick")
+    run.save(xr.Dataset({"value": ("seed", [1.0])}, {"seed": [0]}), device="cpu", wall_time=1.0)
+    assert ("source_changed" in open_run(run.path).attrs) == changed
+
+
+def test_the_source_tree_of_this_package_is_that_of_its_files_in_git():
+    package = Path(joma.__file__).parent
+    status = ["git", "-C", str(package), "status", "--porcelain", "."]
+    tracked = subprocess.run(status, capture_output=True, text=True, check=False)
+    if tracked.returncode or tracked.stdout:
+        pytest.skip("no checkout, or one with changes")
+    assert source_tree(package) == git_in(package, "rev-parse", "HEAD:./")
 
 
 def test_a_package_that_cannot_be_read_is_no_error(tmp_path):

@@ -42,7 +42,7 @@ from joma.files import (
     write_json,
 )
 from joma.manifest import MANIFEST, Manifest, file_checksum, read_manifest, write_manifest
-from joma.stamp import code, now, provenance
+from joma.stamp import code_identity, has_changed, now, provenance
 from joma.verdicts import present_form
 
 TRAJECTORY, CONFIG, CLAIMS, FIGURES = "trajectory.nc", "config.json", "claims.json", "figures"
@@ -172,15 +172,16 @@ class Run:
 
     def begin(self, preset: str) -> None:
         """Write `config.json`: the first write, so that a folder without permission is noticed before any work."""
-        code()  # the code that runs is that of now, whenever the run ends
         write_json(self.path / CONFIG, {**self.identity, "preset": preset})
-        self.log(f"begun: {self.study}, version {self.version}, preset {preset}, seeds {list(self.seeds)}")
+        tree = code_identity()["source_tree"]  # the code that runs is that of now, whenever the run ends
+        self.log(f"begun: {self.study}, version {self.version}, preset {preset}, seeds {list(self.seeds)}, tree {tree}")
 
     def save(
         self, trajectory: xr.Dataset, *, device: str, wall_time: float, stamp: Mapping[str, str] | None = None
     ) -> None:
         """Stamp provenance on `trajectory`, this process's if `stamp` is None; write it and the manifest."""
-        stamp = {**(stamp or provenance()), "device": device, "wall_time_s": f"{wall_time:.3f}"}
+        changed = {"source_changed": "while the run was computed"} if stamp is None and has_changed() else {}
+        stamp = {**(stamp or provenance()), **changed, "device": device, "wall_time_s": f"{wall_time:.3f}"}
         write_trajectory(self.path / TRAJECTORY, trajectory.assign_attrs({**_attributes(self.identity), **stamp}))
         _write_stage(self.path, complete=OF_SEEDS in self.identity)
 
@@ -462,8 +463,8 @@ def write_recording(path: Path, trajectory: xr.Dataset) -> None:
 def find_runs(out: Path, depth: int = 2) -> list[Path]:
     """Return the runs below `out` that are trained, by study and then oldest first; judging a run keeps its age.
 
-    They lie `depth` folders down: two if `out` is the folder of all runs, one if it holds the runs of one study, none
-    if it is itself a run. Damaged runs are among them, and folders that may not be read; probed models are not.
+    They lie `depth` folders down: two if `out` has all runs, one if those of a study, none if it is itself a run.
+    Damaged runs and folders that may not be read are among them; probed models are not.
     """
     return sorted(filter(_is_run, _folders(out, depth)), key=lambda path: (path.parent.name, _modified(path)))
 

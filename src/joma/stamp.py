@@ -9,6 +9,7 @@ contents of the package. The second needs no checkout, and says of a commit whet
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -37,13 +38,14 @@ def provenance() -> dict[str, str]:
             stamp[f"{package}_version"] = __version__ if package == "joma" else version(package)
         except PackageNotFoundError:
             stamp[f"{package}_version"] = "not installed"
-    return stamp | code()
+    return stamp | code_identity()
 
 
-def code() -> dict[str, str]:
-    """Return the commit and the source tree of the code that this process runs: those of the first call.
+def code_identity() -> dict[str, str]:
+    """Return the commit and the source tree of the code of this process: those at the first call.
 
-    A run asks when it begins. Until it ends, hours later, somebody may have changed or committed files.
+    A run asks when it begins. Until it ends, hours later, somebody may have changed or committed files; a run says so
+    then, since a module that was imported late may have been a changed one (`has_changed`).
     """
     return dict(_code(Path(__file__).resolve()))
 
@@ -51,6 +53,11 @@ def code() -> dict[str, str]:
 @cache
 def _code(file: Path) -> dict[str, str]:
     return {"git_commit": _commit(file), "source_tree": source_tree(file.parent)}
+
+
+def has_changed() -> bool:
+    """Return whether the package's files are others now than at the first call of `code_identity`."""
+    return source_tree(Path(__file__).resolve().parent) != code_identity()["source_tree"]
 
 
 def source_tree(folder: Path) -> str:
@@ -73,7 +80,7 @@ def _tree(folder: Path) -> bytes:
     """Return the hash by which git names a folder: of the modes, names and hashes of what is in it, in order."""
     entries: dict[bytes, bytes] = {}
     for path in folder.iterdir():
-        name = path.name.encode()
+        name = os.fsencode(path.name)
         if path.name.startswith(".") or path.name == "__pycache__" or path.suffix == ".pyc":
             continue
         if not path.is_dir():

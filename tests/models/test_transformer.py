@@ -15,6 +15,7 @@ from torch import nn
 from decoder_formulas import JOMA, WIKITEXT, config_options, draw_tokens, formulas, generators, make
 from joma import noise
 from joma.arguments import InputError
+from joma.kernels import head
 from joma.models.transformer import CHOICES, SITES, Decoder, DecoderConfig, Layer
 
 
@@ -185,13 +186,34 @@ def test_all_layers_are_compiled_and_their_matrices_read_by_products_alone():
         assert getattr(module, attribute) is model.get_parameter(name)
 
 
-def test_logits_are_those_of_the_weight_if_the_head_has_a_padded_copy_of_it():
-    model = make(DecoderConfig(vocabulary=1100, width=8))
+def with_padded_head(**options):
+    """Return a model, and its logits before the head's weight became its padded copy, for five tokens."""
+    model = make(DecoderConfig(vocabulary=1100, width=8, **options))
     tokens = torch.randint(1100, (2, 5), generator=torch.Generator().manual_seed(0))
-    expected, (head, name, copy) = model(tokens), model.product_weights()["head.weight"]
-    setattr(head, name, torch.nn.Parameter(copy(head.weight.detach()).to(expected.dtype)))
-    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=2e-2)
-    assert model(tokens).shape == expected.shape
+    logits, (module, name, copy) = model(tokens).detach(), model.product_weights()["head.weight"]
+    setattr(module, name, nn.Parameter(copy(getattr(module, name).detach()).to(logits.dtype)))
+    return model, tokens, logits
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_padded_copy_of_the_head_gives_the_logits_and_the_surprisals_of_its_weight(monkeypatch, bias):
+    monkeypatch.setattr(head, "_passes", lambda _: (head._forward_at_once, head._backward_at_once))
+    model, tokens, logits = with_padded_head(head_bias=bias)
+    torch.testing.assert_close(model(tokens), logits, rtol=0, atol=2e-2)
+    expected = -logits.log_softmax(-1).gather(-1, tokens.expand(logits.shape[:-1])[..., None])[..., 0]
+    torch.testing.assert_close(model.surprisal(tokens, tokens), expected, rtol=0, atol=2e-2)
+
+
+def test_a_loss_may_read_a_padded_copy_of_the_head_more_than_once(monkeypatch):
+    monkeypatch.setattr(head, "_passes", lambda _: (head._forward_at_once, head._backward_at_once))
+    model, tokens, _ = with_padded_head()
+    model.surprisal(tokens, tokens).sum().backward()
+    parameters = dict(model.named_parameters())
+    single = {name: parameter.grad.clone() for name, parameter in parameters.items()}
+    model.zero_grad()
+    (model.surprisal(tokens, tokens) + model.surprisal(tokens, tokens) + 0 * model(tokens).sum()).sum().backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, 2 * single[name])
 
 
 # ---- multiplicities ----

@@ -77,14 +77,18 @@ class _Surprisal(torch.autograd.Function):
         forward, ctx.backward_pass = _passes(x)
         nats, *saved = forward(x, weight, bias, target, dtype=dtype, gradients=gradients)
         if gradients:
-            ctx.sizes = x.shape[-1], bias.shape[-1], is_copy(weight, x.shape[-1])
+            ctx.options = {
+                "width": x.shape[-1],
+                "vocabulary": bias.shape[-1],
+                "copied": is_copy(weight, x.shape[-1]),
+            }
             ctx.save_for_backward(*saved)
         return nats
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Float[Tensor, "seed sample"]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *ctx.backward_pass(g, *ctx.saved_tensors, *ctx.sizes), None, None
+        return *ctx.backward_pass(g, *ctx.saved_tensors, **ctx.options), None, None
 
 
 def _passes(x: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -132,15 +136,16 @@ def plain_excess(logits: Float[Tensor, "seed sample column"], target: Tensor, *,
     return nats
 
 
-def _backward_at_once(  # noqa: PLR0917
-    g: Tensor, x: Tensor, matrix: Matrix, excess: Tensor, width: int, vocabulary: int, copied: bool
+def _backward_at_once(
+    g: Tensor, x: Tensor, matrix: Matrix, excess: Tensor, *, width: int, vocabulary: int, copied: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients; that of a copy is as large as the copy, and its row after the weight is that of the bias.
 
-    In float16 only the ratios between samples pass through half precision, not the size of g.
+    Only the ratios between samples pass through half precision, not the size of g. The gradient of a copy in bfloat16
+    has its range: there g, which is usually the same for all samples, is rounded as a whole.
     """
     size = torch.ones_like(g[:, :1])
-    if excess.dtype == torch.float16:
+    if excess.dtype in HALF and not copied:
         size = g.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(g.dtype).tiny)
     inputs = ((g / size)[..., None] * x).to(excess.dtype)  # the bias has input 1: its gradient is a row of the product
     grad_matrix = inputs.mT @ excess
@@ -174,7 +179,7 @@ def _forward_by_seed(
 
 
 def _backward_by_seed(
-    g: Tensor, x: Flat, weight: Weight, excess: Tensor, *sizes: int | bool
+    g: Tensor, x: Flat, weight: Weight, excess: Tensor, **sizes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     del sizes
     grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight[:, 0])

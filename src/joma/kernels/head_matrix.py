@@ -1,6 +1,6 @@
 """The head of a language model as one matrix: weight, bias and padding, for products on tensor cores.
 
-    x W + b = [x, 1, 1, 0 …] H,    H = [W; b₁; b₂; 0 …],    b₁ = half(b),  b₂ = b − b₁
+    x W + b = [x, 1, 1, 0 …] H,    H = [W; b₁; b₂; 0 …],    b₁ the leading 8 binary digits of b,  b₂ = b − b₁
 
 Both sides of H are multiples that suit the tensor cores. Columns beyond the vocabulary have a bias so low that their
 probability is zero, so that whoever reads the logits needs neither the bias nor the size of the vocabulary. The bias
@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from joma.kernels.gpu import HALF
-
 COLUMN_MULTIPLE, ROW_MULTIPLE = 64, 8
 BIAS_ROWS = 2
+CUT = {torch.float32: (torch.int32, 16), torch.float64: (torch.int64, 45)}  # how many of the digits b₁ lacks
 
 Weight = Float[Tensor, "seed width vocabulary"]
 Bias = Float[Tensor, "seed vocabulary"]
@@ -58,8 +57,11 @@ def is_copy(weight: Weight | Matrix, width: int) -> bool:
 
 @torch.no_grad()
 def write_bias(matrix: Matrix, bias: Bias, width: int) -> None:
-    """Write both parts of the bias into H, in place, for a weight of this width."""
-    rows = matrix[:, width : width + BIAS_ROWS, : bias.shape[-1]]
+    """Write both parts of the bias into H, in place, for a weight of this width.
+
+    H is not marked as changed: a step may read it twice before its backward pass, and both times this writes the same.
+    """
+    rows = matrix.data[:, width : width + BIAS_ROWS, : bias.shape[-1]]
     (torch.compile(_write_parts) if matrix.is_cuda else _write_parts)(rows, bias)
 
 
@@ -78,6 +80,13 @@ def _write_parts(rows: Float[Tensor, "seed 2 vocabulary"], bias: Bias) -> None:
 
 
 def _bias_parts(bias: Bias, dtype: torch.dtype) -> tuple[Bias, Bias]:
-    """Return b₁ and b₂; b₁ has the digits of half precision in any dtype, since TF32 products round float32 numbers."""
-    first = bias.to(dtype if dtype in HALF else torch.bfloat16).to(bias.dtype)
+    """Return b₁ and b₂.
+
+    The digits are cut off in the bits: a compiler leaves out a cast to half precision and back. They are as few in any
+    dtype, since TF32 products round float32 numbers.
+    """
+    if bias.dtype not in CUT:
+        return bias.to(dtype), torch.zeros_like(bias, dtype=dtype)
+    integers, cut = CUT[bias.dtype]
+    first = ((bias.view(integers) >> cut) << cut).view(bias.dtype)
     return first.to(dtype), (bias - first).to(dtype)

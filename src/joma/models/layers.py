@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from joma.kernels.head_matrix import is_copy
 from joma.kernels.short import WeightDropout, fits, short_attention, short_attention_joined
 from joma.models.block import ACTIVATIONS
 from joma.models.config import SITES, DecoderConfig
@@ -45,7 +46,7 @@ class Linear(nn.Module):
         self, x: Float[Tensor, "seed sample position in"], *, add_bias: bool = True
     ) -> Float[Tensor, "seed sample position out"]:
         weight = self.weight
-        if weight.shape[1:] != self.shape:  # a copy in half precision, whose leading part is the weight
+        if is_copy(weight, x.shape[-1]):
             weight = weight[:, : self.shape[0], : self.shape[1]]
         return _affine(x, weight, self.bias if add_bias else None)
 

@@ -276,7 +276,8 @@ class Decoder(nn.Module):
         states = states if self.norm is None else self.norm(states)
         weight = self.embedding.mT if self.head is None else self.head.weight
         bias = None if self.head is None else self.head.bias
-        bias = weight.new_zeros(len(weight), weight.shape[-1]) if bias is None else bias
+        if bias is None:  # as wide as the vocabulary, which a padded copy of the weight is not
+            bias = self.embedding.new_zeros(len(weight), self.config.outputs or self.config.vocabulary)
         return surprisal(states, weight, bias, target)
 
     def activations(

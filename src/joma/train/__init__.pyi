@@ -8,3 +8,4 @@ from .options import Compute as Compute
 from .options import Record as Record
 from .options import Saving as Saving
 from .protocol import CompiledModel as CompiledModel
+from .protocol import ProductWeight as ProductWeight

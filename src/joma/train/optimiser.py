@@ -148,7 +148,7 @@ class Updater:
         """Return copies in bfloat16 that follow large parameters, by name; only `PackedAdam` makes any.
 
         Args:
-            makers: functions that make the copies, by name, as of `joma.train.protocol.ProductWeight`.
+            makers: functions that make the copies, by name, as of `joma.train.ProductWeight`.
         """
         del makers
         return {}

@@ -101,8 +101,11 @@ class PackedAdam(Updater):
     def _update_pack(self, pack: _Pack, coefficients: dict[str, Tensor]) -> None:
         for name, gradient in zip(pack.large, self._gradients(pack.large), strict=True):
             parameter, half = self.parameters[name].detach(), self.halves.get(name)
-            half = None if half is None else leading_part(half.detach(), parameter)
-            adam_update(parameter, gradient, *self.moments[name].values(), half=half, **coefficients)
+            tensors = [parameter, gradient, *self.moments[name].values()]
+            tensors += [] if half is None else [leading_part(half.detach(), parameter)]
+            if all(tensor.is_contiguous() for tensor in tensors):  # parameters of one size share a graph
+                tensors = list(map(seed_rows, tensors))
+            adam_update(*tensors[:4], half=None if half is None else tensors[4], **coefficients)
         if pack.small:
             parameters = [self.parameters[name].detach() for name in pack.small]
             packed, gradients = (

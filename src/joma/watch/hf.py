@@ -63,7 +63,7 @@ class EntropyCallback(RecorderCallback, TrainerCallback):
                 if batch is None:
                     count = min(MAX_EXAMPLES, args.per_device_train_batch_size)
                     batch = _examples(kwargs["train_dataloader"], count, processes)
-                    batch = batch if self.options.get("forward") else _attention_alone(model, batch)
+                    batch = batch if self.options.get("forward") else _without_labels_and_cache(model, batch)
                 options = {"distributed": processes.count > 1, **self.options}
                 recorder = Recorder(model, batch, **options)
             self.recorder = recorder
@@ -175,7 +175,7 @@ def _examples(loader: Any, count: int, processes: Processes) -> Mapping[str, Any
         return loader.collate_fn([dataset[index % len(dataset)] for index in range(first, first + count)])
 
 
-def _attention_alone(model: nn.Module, batch: Any) -> Any:
+def _without_labels_and_cache(model: nn.Module, batch: Any) -> Any:
     """Return examples from which a causal language model of transformers computes no loss and no cache for generation.
 
     A probe reads neither. Of a large vocabulary the loss takes more memory than all else.

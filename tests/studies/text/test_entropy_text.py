@@ -157,8 +157,7 @@ def test_the_outcome_gives_our_numbers_beside_the_authors(theirs):
     assert f"is {losses} nats with 1, 2, 5 and 10 layers (published: {losses})" in sentence
     other = outcome(theirs.assign_attrs(types=3, tokens=65_000))
     assert "authors" not in other
-    assert other.startswith("With 1 layer entropy falls by ")
-    assert other.endswith(" This is not WikiText-2 but a text of 65,000 tokens.")
+    assert other.startswith("On a text of 65,000 tokens that is not WikiText-2, with 1 layer entropy falls by ")
     assert outcome(theirs.sel(depth=[2])) == (
         "The least validation loss is 5.255 nats with 2 layers (published: 5.255)."
     )

@@ -17,10 +17,10 @@ from joma.studies.theorems.value_heads import (
     RUNG,
     HeadArm,
     check_heads,
-    counted,
     flow_factor,
     heads,
     law_measures,
+    matrix_from_steps,
     optimiser_of,
     squared_steps,
     terms,
@@ -179,7 +179,9 @@ def test_a_gradient_that_breaks_the_law_is_left_over():
     left = law_measures("query_key", weights, rate=SMALL.rate, decay=0.0)["residual"]
     assert left[9].max() < 1e-13
     assert left[10:].min() > 1e-5
-    torch.testing.assert_close(counted("query_key", weights, 1.0)[0], terms("query_key", weights).difference[0])
+    torch.testing.assert_close(
+        matrix_from_steps("query_key", weights, 1.0)[0], terms("query_key", weights).difference[0]
+    )
 
 
 def test_diverged_seeds_are_nan(monkeypatch):

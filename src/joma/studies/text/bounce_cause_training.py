@@ -207,7 +207,7 @@ def measure(model: Decoder, step: int, *, text: TextColumns, half: bool) -> dict
     """Measure loss and attention without dropout, on the validation text and on some of the training text."""
     del step
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=half and text.valid.is_cuda):
-        validation = measure_windows(model, text.windows(len(model.embedding)), text)
+        validation = measure_windows(model, text.windows(model), text)
         training = measure_windows(model, train_batches(text), text)
     return {
         "valid_loss": validation["loss"],

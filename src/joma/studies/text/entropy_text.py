@@ -271,16 +271,20 @@ def _mean_sizes(curve: xr.DataArray) -> tuple[float, float]:
 def outcome(run: xr.Dataset) -> str:
     """Return what came out: fall and recovery of the one-layer model, and the least losses, beside the authors'."""
     compared = on_wikitext(run)
-    other = "" if compared else f" This is not WikiText-2 but a text of {int(run.attrs.get('tokens', 0)):,} tokens."
+    text = "" if compared else f"On a text of {int(run.attrs.get('tokens', 0)):,} tokens that is not WikiText-2, "
     losses = _least_losses(run, compared=compared)
     if 1 not in run.depth:
-        return f"T{losses.removeprefix('t')}.{other}"
+        return _sentence(f"{text}{losses}")
     in_window = compared and "window_entropy" in run and has_attributes(run, AUTHORS_LAYOUT)
     curve = (run.window_entropy if in_window else run.entropy).sel(depth=1).isel(layer=0).mean("head")
     sizes = "by {:.2f} nats and recovers by {:.2f}".format(*_mean_sizes(curve))
     theirs = " (authors: {:.2f} and {:.2f})".format(*_mean_sizes(published_entropy(1).isel(layer=0)))
     where = ", in the authors' window," * in_window
-    return f"With 1 layer{where} entropy falls {sizes}{theirs * in_window}; {losses}.{other}"
+    return _sentence(f"{text}with 1 layer{where} entropy falls {sizes}{theirs * in_window}; {losses}")
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
 
 
 def _least_losses(run: xr.Dataset, *, compared: bool) -> str:

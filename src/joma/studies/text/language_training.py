@@ -36,7 +36,8 @@ from joma.train.optimiser import Schedule
 
 PROBE_SHARE = 0.04  # of the training time, spent on probes if `every` is None
 FORWARD_SHARE = 1 / 2  # of the time of a training step, taken by its forward pass, at most, on the CPU
-CUDA_PASS_TOKENS = 1 << 18  # validation tokens of all models in a pass on CUDA; on the CPU a pass is a training batch
+# Validation tokens, and attention weights on them, of all models in a pass on CUDA; on the CPU it is a training batch.
+CUDA_PASS_TOKENS, CUDA_PASS_WEIGHTS = 1 << 18, 1 << 28
 AUTHORS_WINDOW = 100  # the window of the first validation column whose attention the authors' code saves
 QUICK_RATE = 3e-3  # learning rate of quick presets, at which attention changes within their few steps
 DIMS = {"entropy": ("layer", "head"), "window_entropy": ("layer", "head"), "stable_rank": ("layer",)}
@@ -173,11 +174,13 @@ class TextColumns:
         tokens = self.train.index_select(1, times)
         return tokens[:, :-1], tokens[:, 1:]
 
-    def windows(self, models: int = 1) -> Iterable[tuple[Int[Tensor, "sample length"], Int[Tensor, "sample length"]]]:
+    def windows(
+        self, model: Decoder | None = None
+    ) -> Iterable[tuple[Int[Tensor, "sample length"], Int[Tensor, "sample length"]]]:
         """Return the validation text in batches of windows, the shorter last window of each column at the end.
 
         On CUDA the batches are large, since so few kernels would take less time than their launches, but no larger than
-        so many models at once have memory for.
+        there is memory for, with all seeds of the model and the attention weights of all its layers.
         """
         count = self.valid.shape[1] - 1
         full_windows = count // self.length
@@ -185,10 +188,17 @@ class TextColumns:
         end = full_windows * self.length
         if full_windows:
             windows = [part[:, :end].reshape(-1, self.length) for part in (tokens, targets)]
-            pass_tokens = CUDA_PASS_TOKENS // models if self.valid.is_cuda else self.train.shape[0] * self.length
+            pass_tokens = self._cuda_tokens(model) if self.valid.is_cuda else self.train.shape[0] * self.length
             yield from zip(*(part.split(max(1, pass_tokens // self.length)) for part in windows), strict=True)
         if count % self.length:
             yield tokens[:, end:], targets[:, end:]
+
+    def _cuda_tokens(self, model: Decoder | None) -> int:
+        """Return the number of tokens in a batch of windows on CUDA."""
+        if model is None:
+            return CUDA_PASS_TOKENS
+        maps = model.config.layers * model.config.heads
+        return min(CUDA_PASS_TOKENS, CUDA_PASS_WEIGHTS // (maps * self.length)) // len(model.embedding)
 
     def sample_windows(self, count: int) -> Int[Tensor, "sample length"]:
         """Return at most `count` full windows of the validation text, evenly spaced; none if there is no full one."""
@@ -410,7 +420,7 @@ def validate(model: Decoder, text: TextColumns) -> dict[str, Tensor]:
     """
     loss = entropy_sum = windows = predicted = 0
     authors_window: dict[str, Tensor] = {}
-    for tokens, targets in text.windows(len(model.embedding)):
+    for tokens, targets in text.windows(model):
         watched: dict[str, list[Tensor]] = {"attention": []}
         loss = loss + model.surprisal(tokens, targets, watched=watched).double().sum(dim=(1, 2))
         predicted += targets.numel()

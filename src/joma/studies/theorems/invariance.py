@@ -375,7 +375,7 @@ def outcome(run: xr.Dataset) -> str:
     correlation = at_end(run, "correlation", **FIGURE_2, kind="gaussian")
     return (
         f"Once SGD's finite steps and the softmax assumptions are accounted for, the laws hold to {exact:.0e}, with "
-        f"unequal rates too. Without these corrections, Figure 2's prediction correlates with the trained logits "
+        f"unequal rates too; without these corrections, Figure 2's prediction correlates with the trained logits "
         f"({_range(correlation, 3)}) but is off by {_range(_gaussian_error(run, early))} times their change a fifth of "
         f"the way through training, and by {_range(_gaussian_error(run, at_end))} times at the end. With a residual "
         "connection around the MLP, which by the slides' remark changes nothing, the law is off by "

@@ -35,11 +35,7 @@ from joma.train import Optimiser, Record
 
 RUNG = RUNGS[-1]
 LAWS = {"query_key": ("W_Q", "W_K"), "value_output": ("W_V", "W_O")}
-TRANSPOSED = (
-    "W_Q",
-    "W_K",
-    "W_V",
-)  # stored as [in, out], where `head_gram` takes [head_dim, width]; W_O is as it takes it
+TRANSPOSED = ("W_Q", "W_K", "W_V")  # stored as [in, out]; `head_gram` takes [head_dim, width], as W_O is
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ def squared_steps(law: str, path: Mapping[str, np.ndarray], shrinkage: float) ->
     return terms(law, steps).difference
 
 
-def counted(law: str, path: Mapping[str, np.ndarray], shrinkage: float) -> Tensor:
+def matrix_from_steps(law: str, path: Mapping[str, np.ndarray], shrinkage: float) -> Tensor:
     """Return the matrix of a law at every step that follows from its start and from the squares of SGD's steps."""
     matrix = terms(law, {name: weight[:1] for name, weight in path.items()}).difference[0]
     matrices = [matrix]
@@ -161,7 +157,7 @@ def law_measures(law: str, path: Mapping[str, np.ndarray], *, rate: float, decay
     start = Terms(first[:1].expand_as(first), second[:1].expand_as(second))
     factor = flow_factor(len(first) - 1, rate=rate, decay=decay)[:, None, None, None]
     shifted, shifted_start = (matrix.roll((1, 1), (-2, -1)) for matrix in (second, start.second))
-    left_over = (measured.difference - counted(law, path, 1 - rate * decay)).abs().amax((-2, -1))
+    left_over = (measured.difference - matrix_from_steps(law, path, 1 - rate * decay)).abs().amax((-2, -1))
     norms = torch.linalg.matrix_norm(measured.difference)
     return {
         "drift": head_drift(first, second, *start),
