@@ -219,10 +219,7 @@ def check_run(path: Path) -> tuple[Manifest, xr.Dataset]:
 
 
 def reopen(path: Path) -> None:
-    """Mark a finished run as not judged before its claims and figures are replaced.
-
-    If the process dies meanwhile, the run is judged again instead of being taken for damaged.
-    """
+    """Mark a run as not judged while its claims and figures are replaced: if the process dies, it is judged again."""
     _write_stage(path, complete=False)
 
 
