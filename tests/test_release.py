@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import joma
+from joma.stamp import source_tree
 from joma.verify import CHECKS
 
 ROOT = Path(__file__).parents[1]

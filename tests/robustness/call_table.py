@@ -473,6 +473,7 @@ LEFT_OUT: dict[str, str] = {
     "joma.probes.PositionReadout": RESULT,
     "joma.probes.SliceSimilarity": RESULT,
     "joma.train.CompiledModel": "a protocol",
+    "joma.train.ProductWeight": "a named tuple of what that protocol returns",
     "joma.train.DamagedCheckpoint": "an error",
     "joma.train.OPTIMISERS": "a table",
     "joma.train.Job": MODEL,

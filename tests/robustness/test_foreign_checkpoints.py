@@ -44,9 +44,9 @@ def test_a_new_study_that_trains_must_be_tried_as_well():
     assert modules == {
         "invariance_training", "winner", "single_unit", "real_units", "alignment", "scan_snap", "hierarchy_order",
         "language_training", "addition_training", "position_emergence", "value_training", "value_ladder",
-        "ladder_training", "ladder_flows", "bounce_cause_training", "polarise", "icl_regression_training",
-        "max_margin_training", "entropy_floor_training", "even_pairs_training", "markov_unigram_training",
-        "icl_autoregression", "induction_training", "induction_full", "panorama_training",
+        "value_heads", "ladder_training", "ladder_flows", "bounce_cause_training", "polarise",
+        "icl_regression_training", "max_margin_training", "entropy_floor_training", "even_pairs_training",
+        "markov_unigram_training", "icl_autoregression", "induction_training", "induction_full", "panorama_training",
         "watched_block",  # of a page of the lab, which stores nothing
     }  # fmt: skip
 
