@@ -27,7 +27,7 @@ from joma.train.cuda import matmul_precision
 from joma.train.state import Training
 
 SEEDS = (0, 1, 2)
-STORED = Path("docs/runs")
+STORED = Path("docs/runs/entropy-text")
 TARGETS = {1: 0.5, 10: 1.4}  # ms per step and seed on an H200, by number of layers
 
 
@@ -148,41 +148,35 @@ def quick_probes() -> Row:
 def on_cuda(config: Config) -> Iterator[Row]:
     """Yield milliseconds per step and seed, three seeds at once, and their ratio to the lower bound of the GPU."""
     text = read_text(config, Context(SEEDS, "cuda"))
-    bandwidth, products = ceilings()
-    yield f"the card's ceilings: {bandwidth / 1e12:.2f} TB/s, {products / 1e12:.0f} TFLOP/s in bf16", "–", "", True
+    card = ceilings()
+    yield (
+        f"the card's ceilings: {card.bandwidth / 1e12:.2f} TB/s, {card.products / 1e12:.0f} TFLOP/s in bf16",
+        "–",
+        "",
+        True,
+    )
     for layers, target in TARGETS.items():
         seconds, model = time_cuda_step(config, text, layers)
         moved, operations = work(model.config, config, text.types)
-        floor = moved / bandwidth + operations / products
+        floor = card.least_seconds(moved, operations)
         ms = 1e3 * seconds / len(SEEDS)
         what = f"a step and seed on text, {layers} layer(s), three seeds, CUDA"
         yield what, f"≤ {target} ms", f"{ms:.3f} ms", ms <= target
         least = f"{moved / 1e9:.2f} GB, {operations / 1e9:.0f} GFLOP a step: {1e3 * floor:.2f} ms at the ceilings"
         yield f"    {least}; ours over it", "–", f"{seconds / floor:.2f} x", True
-    seconds = 0.0
-    for layers in config.depths:
-        moved, operations = work(decoder_config(config, Variant(layers), text.types), config, text.types)
-        seconds += config.steps * (moved / bandwidth + operations / products)
-    yield (
-        f"the whole figure, depths {config.depths}: least time of its steps at the ceilings",
-        "–",
-        f"{seconds:.0f} s",
-        True,
-    )
-    for path, wall_seconds in stored_seconds():
-        yield (
-            f"    stored run {path}; over the least time",
-            "–",
-            f"{wall_seconds:.0f} s, {wall_seconds / seconds:.1f} x",
-            True,
-        )
+    models = (decoder_config(config, Variant(layers), text.types) for layers in config.depths)
+    least = config.steps * sum(card.least_seconds(*work(model, config, text.types)) for model in models)
+    what = f"the whole figure, depths {config.depths}: least time of its steps at the ceilings"
+    yield what, "–", f"{least:.0f} s", True
+    for name, seconds in stored_seconds():
+        yield f"    stored run {name}; over the least time", "–", f"{seconds:.0f} s, {seconds / least:.1f} x", True
 
 
 def stored_seconds() -> Iterator[tuple[str, float]]:
     """Yield the stored runs of the whole figure that were made on CUDA, and the seconds that they took."""
-    for path in find_runs(STORED) if STORED.is_dir() else ():
+    for path in find_runs(STORED, depth=1):
         attributes = open_run(path).attrs
-        if path.parent.name == "entropy-text" and attributes["device"].startswith("cuda"):
+        if attributes["device"].startswith("cuda"):
             yield path.name, float(attributes["wall_time_s"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 
 def synchronised() -> float:
@@ -44,8 +45,19 @@ def time_ratio(
     return shortest[0] / shortest[1]
 
 
-def ceilings() -> tuple[float, float]:
-    """Return bytes per second of a copy of 1 GiB, and operations per second of an 8,192 x 8,192 product in bf16."""
+class Ceilings(NamedTuple):
+    """What a GPU can do at most: bytes per second moved, and operations per second of products in bf16."""
+
+    bandwidth: float
+    products: float
+
+    def least_seconds(self, moved: float, operations: float) -> float:
+        """Return the time of so many bytes and operations, one after the other."""
+        return moved / self.bandwidth + operations / self.products
+
+
+def ceilings() -> Ceilings:
+    """Measure the ceilings by a copy of 1 GiB and an 8,192 x 8,192 product."""
     import torch
 
     source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
@@ -57,4 +69,4 @@ def ceilings() -> tuple[float, float]:
         for _ in range(20):
             call()
         rates.append(20 * amount / (synchronised() - start))
-    return rates[0], rates[1]
+    return Ceilings(*rates)

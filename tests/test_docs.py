@@ -116,7 +116,8 @@ def test_the_command_of_a_run_makes_its_config(path):
 
 @EACH_RUN
 def test_a_stored_run_names_a_clean_commit_and_its_own_config(path):
-    run, attributes = open_run(path), open_run(path).attrs
+    run = open_run(path)
+    attributes = run.attrs
     commit = make_runs.commit_of(run) if has_whole_history() else attributes["git_commit"][:40]
     assert make_runs.COMMIT.fullmatch(commit)
     if has_whole_history():

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from joma.kernels.gpu import HALF, TRITON
+from joma.kernels.gpu import HALF, TRITON, compiled_on_cuda
 from joma.kernels.head_matrix import Bias, Matrix, Weight, head_matrix, is_copy, with_ones, write_bias
 
 MIN_COMPILED_VOCABULARY = 1024  # below that, compiling the head does not pay off on CUDA
@@ -102,8 +102,8 @@ def _forward_at_once(
     x: Flat, weight: Weight | Matrix, bias: Bias, target: Tensor, *, dtype: torch.dtype, gradients: bool
 ) -> tuple[Tensor, ...]:
     """Return the surprisals of all seeds, and what the backward pass needs if `gradients`."""
-    matrix = weight if is_copy(weight, x.shape[-1]) else _compiled_on_cuda(head_matrix, x)(weight, bias, dtype)
-    x = _compiled_on_cuda(with_ones, x)(x, matrix.shape[1], matrix.dtype)
+    matrix = weight if is_copy(weight, x.shape[-1]) else compiled_on_cuda(head_matrix, x)(weight, bias, dtype)
+    x = compiled_on_cuda(with_ones, x)(x, matrix.shape[1], matrix.dtype)
     if gradients:
         logits = torch.bmm(x, matrix)
         return _excess(logits, target, write=True), x, matrix, logits
@@ -112,17 +112,13 @@ def _forward_at_once(
     return (torch.cat([_excess(torch.bmm(part, matrix), label, write=False) for part, label in parts], dim=1),)
 
 
-def _compiled_on_cuda(function: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
-    return torch.compile(function) if x.is_cuda else function
-
-
 def _excess(logits: Float[Tensor, "seed sample column"], target: Tensor, *, write: bool) -> Nats:
     """Return −ln softmax(l)[target]; with `write` overwrite the logits l by softmax(l) − 1[target]."""
     if logits.is_cuda and TRITON and logits.dtype != torch.float64:  # the kernel computes in float32
         from joma.kernels import head_triton  # triton comes with PyTorch for CUDA only
 
         return head_triton.excess(logits, target, write=write)
-    return _compiled_on_cuda(plain_excess, logits)(logits, target, write=write)
+    return compiled_on_cuda(plain_excess, logits)(logits, target, write=write)
 
 
 def plain_excess(logits: Float[Tensor, "seed sample column"], target: Tensor, *, write: bool) -> Nats:

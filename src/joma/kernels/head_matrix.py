@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from joma.kernels.gpu import compiled_on_cuda
+
 COLUMN_MULTIPLE, ROW_MULTIPLE = 64, 8
 BIAS_ROWS = 2
 CUT = {torch.float32: (torch.int32, 16), torch.float64: (torch.int64, 45)}  # how many of the digits b₁ lacks
@@ -62,7 +64,7 @@ def write_bias(matrix: Matrix, bias: Bias, width: int) -> None:
     H is not marked as changed: a step may read it twice before its backward pass, and both times this writes the same.
     """
     rows = matrix.data[:, width : width + BIAS_ROWS, : bias.shape[-1]]
-    (torch.compile(_write_parts) if matrix.is_cuda else _write_parts)(rows, bias)
+    compiled_on_cuda(_write_parts, matrix)(rows, bias)
 
 
 def with_ones(x: Float[Tensor, "seed sample width"], rows: int, dtype: torch.dtype) -> Float[Tensor, "seed sample row"]:
