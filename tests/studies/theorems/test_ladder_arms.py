@@ -9,10 +9,13 @@ from joma.studies.theorems.ladder_arms import ALL, ARMS, BASE, TOP, Arm
 
 DATA = {"tokens": 6, "classes": 3}
 PARTS = {"activation", "hidden", "embeddings", "norm", "logits", "positions", "values"}  # premises of the model
-TRAINING = {"optimiser", "world", "constant", "speed", "last", "frozen_at"}  # and of its training
+TRAINING = {"optimiser", "world", "constant", "speed", "last", "frozen_at", "repeated"}  # and of its training
 # With a head the activation acts on an MLP; frozen weights are watched with the fast logits that they drive.
 TOGETHER = {"mlp": {"activation", "hidden"}, "all-frozen": {"speed", "frozen_at"}, "last-product": {"logits", "last"},
-            "top-free-fast": {"logits", "speed"}, "all-product-slow": {"logits", "speed"}}  # fmt: skip
+            "top-free-fast": {"logits", "speed"}, "all-product-slow": {"logits", "speed"},
+            "constant-relu": {"constant", "activation"}, "separable-adam": {"world", "optimiser"},
+            "separable-mlp": {"world", "activation", "hidden"},
+            "separable-repeated": {"world", "repeated"}}  # fmt: skip
 
 
 def premises(arm: Arm, start: Arm) -> set[str]:
@@ -42,7 +45,7 @@ def test_the_ends_of_the_ladder_are_the_block_and_a_language_model():
     block, language = BASE.model(**DATA), TOP.model(**DATA)
     assert block == OneLayerConfig(tokens=6, outputs=3, scale=0.05)
     assert (language.outputs, language.positions, language.activation, language.norm) == (6, "all", "relu", True)
-    assert all(arm.rung in ("base", "one-in", "top", "one-out", "question") for arm in ARMS.values())
+    assert {arm.rung for arm in ARMS.values()} == {"base", "one-in", "two-in", "top", "one-out", "question"}
 
 
 def test_every_premise_of_the_top_is_switched_back_in_some_arm():

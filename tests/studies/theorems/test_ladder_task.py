@@ -78,6 +78,20 @@ def test_losses_are_cross_entropies_of_the_class_or_of_the_next_tokens():
     torch.testing.assert_close(arms.losses(model, contexts), torch.stack(expected))
 
 
+def test_a_fixed_batch_is_the_same_at_every_step_and_is_not_the_probe():
+    arm = replace(ARMS["repeated"], repeated=7)  # as many as the probe has
+    task, fresh = Task(SMALL, CONTEXT, [arm]), Task(SMALL, CONTEXT, [BASE])
+    model = model_of(task)
+    losses = [task.loss(model, torch.tensor(step)) for step in (0, 3)]
+    assert torch.equal(*losses)
+    torch.testing.assert_close(losses[0], task.losses(model, task.fixed_batch))
+    assert task.fixed_batch.token.shape == (2, 7, 6)
+    assert not torch.equal(task.fixed_batch.token, task.probe.token)
+    assert torch.equal(task.probe.token, fresh.probe.token)
+    assert fresh.fixed_batch is None
+    assert not torch.equal(*(fresh.loss(model, torch.tensor(step)) for step in (0, 3)))
+
+
 def test_the_constant_gradient_is_that_of_the_theory():
     task = Task(SMALL, CONTEXT, [ARMS["constant"]])
     contexts = task.draw(0, 5)

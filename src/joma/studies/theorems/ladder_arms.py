@@ -10,6 +10,7 @@ from joma.models.one_layer_config import OneLayerConfig
 
 UNITS_SCALE, MLP_SCALE = 0.05, 0.2  # of the initial weights: of units that are the outputs, of an MLP and its head
 HIDDEN, VALUES = 32, 20
+REPEATED = 512  # sequences of a fixed batch
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,9 @@ class Arm:
 
     Attributes:
         about: the title of its panel.
-        rung: base, one-in (the base with one premise switched), top, one-out (the top with one switched back), or
-            question (arms that ask why all positions bounce with product logits and not with free ones).
+        rung: base, one-in (the base with one premise switched), two-in (two premises of it), top, one-out (the top with
+            one switched back), or question (arms that ask why all positions bounce with product logits and not with
+            free ones).
         switches: fields of `OneLayerConfig` that differ from the block's.
         optimiser, rate: the optimiser's name and its learning rate.
         speed: factor of the learning rate of the attention logits' parameters.
@@ -27,6 +29,7 @@ class Arm:
         constant: whether the gradient at the outputs is constant, 1[k = class] − 1/C, in place of cross entropy's.
         last: whether the last position alone is trained.
         frozen_at: the step after which the weights w are frozen, at the arm's own rate; None for never.
+        repeated: the number of sequences that every step reads again; 0 if sequences are drawn afresh at each step.
     """
 
     about: str
@@ -39,6 +42,7 @@ class Arm:
     constant: bool = False
     last: bool = False
     frozen_at: int | None = None
+    repeated: int = 0
 
     @property
     def all_positions(self) -> bool:
@@ -86,6 +90,15 @@ ARMS: dict[str, Arm] = {
     "product": _switched(BASE, "product logits", "one-in", PRODUCT),
     "values": _switched(BASE, "values", "one-in", {"values": VALUES, "scale_values": MLP_SCALE}),
     "positions": _switched(BASE, "all positions", "one-in", {"positions": "all"}),
+    "repeated": _switched(BASE, "a fixed batch", "one-in", repeated=REPEATED),
+    "constant-relu": _switched(
+        BASE, "constant gradient, ReLU", "two-in", {"activation": "relu"}, constant=True, rate=0.1
+    ),
+    "separable-adam": _switched(BASE, "separable, Adam", "two-in", world="separable", optimiser="adam", rate=0.01),
+    "separable-mlp": _switched(
+        BASE, "separable, ReLU, head", "two-in", {"activation": "relu", "hidden": HIDDEN}, world="separable"
+    ),
+    "separable-repeated": _switched(BASE, "separable, fixed batch", "two-in", world="separable", repeated=REPEATED),
     "top": TOP,
     "top-linear": _switched(TOP, "linear units", "one-out", {"activation": "linear"}),
     "top-fixed": _switched(TOP, "fixed embeddings", "one-out", {"embeddings": "fixed"}),

@@ -1,7 +1,8 @@
 """What the arms of the trained ladder learn: sequences of tokens that are independent given their class.
 
 Arms with one query predict the class of the sequence, arms with all positions each next token. All arms of a seed see
-the same stream of sequences, drawn afresh at every step, and are measured on the same probe.
+the same stream of sequences, drawn afresh at every step (some arms read the same few at every step), and are measured
+on the same probe.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from joma.studies.surprisal import surprisal
 from joma.studies.theorems.ladder_arms import Arm
 from joma.study import Context
 
-PROBE = -1  # the step of the stream that the probe is drawn at: training has no such step
+PROBE, FIXED = -1, -2  # the steps of the stream at which probe and fixed batch are drawn: training has none of them
 DTYPE = torch.float32
 
 
@@ -68,6 +69,7 @@ class Task:
         constant: which models are trained with a constant gradient.
         row_weight: the weight of each position in the loss of models with all positions, [model, 1, position].
         probe: the sequences on which models are measured.
+        fixed_batch: the sequences that every step reads, for all arms of the group; None if they are drawn afresh.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Task:
         weights = torch.stack(context.per_model(list(rows / rows.sum(-1, keepdim=True))))
         self.row_weight = weights[:, None].to(context.device)
         self.probe = self.draw(PROBE, config.trained_probe)
+        self.fixed_batch = self.draw(FIXED, arms[0].repeated) if arms[0].repeated else None
 
     def draw(self, step: Tensor | int, samples: int) -> Contexts:
         """Return the sequences of each model at a step; arms on the same classes have the same ones."""
@@ -116,7 +119,8 @@ class Task:
 
     def loss(self, model: OneLayer, step: Tensor) -> Float[Tensor, " model"]:
         """Return the loss of each model on the sequences of a step."""
-        return self.losses(model, self.draw(step, self.config.trained_batch))
+        contexts = self.fixed_batch
+        return self.losses(model, self.draw(step, self.config.trained_batch) if contexts is None else contexts)
 
     @torch.no_grad()
     def measure(self, model: OneLayer, _step: int) -> dict[str, Tensor]:

@@ -49,9 +49,10 @@ def train(config: TrainedLadderConfig, context: Context) -> xr.Dataset:
         also what `ladder_optimum.optimum` returns.
     """
     _check(config)
-    groups: dict[tuple[OneLayerConfig, str], list[str]] = {}
+    groups: dict[tuple[OneLayerConfig, str, int], list[str]] = {}
     for name in config.trained_arms:
-        groups.setdefault((model_config(config, ARMS[name]), ARMS[name].optimiser), []).append(name)
+        arm = ARMS[name]
+        groups.setdefault((model_config(config, arm), arm.optimiser, arm.repeated), []).append(name)
     parts = [_train_group(config, context, names) for names in groups.values()]
     trained = xr.concat(parts, dim="arm").sel(arm=list(config.trained_arms)).transpose("seed", ...)
     return xr.merge([trained, optimum(config, context)]) if config.trained_optimum else trained
@@ -321,7 +322,22 @@ LADDER_CLAIMS = (
             kind="control",
             quantity=f"{SHARE}, {NOTE}",
         )
-        for arm, condition in {"separable": "on separable classes", "constant": "under a constant gradient"}.items()
+        for arm, condition in {
+            "separable": "on separable classes",
+            "separable-adam": "on separable classes with Adam",
+            "separable-mlp": "on separable classes with ReLU units and a head",
+            "separable-repeated": "on separable classes and a batch that every step reads again",
+            "constant": "under a constant gradient",
+            "constant-relu": "under a constant gradient with ReLU units",
+        }.items()
+    ),
+    Claim(
+        "trained-repeated",
+        "The trained block turns dense again on a batch that every step reads again.",
+        settled_share("repeated"),
+        at_least(BOUNCE),
+        kind="control",
+        quantity=f"{SHARE}, {NOTE}",
     ),
     Claim(
         "top",

@@ -23,8 +23,8 @@ from joma.studies.theorems.ladder_training import (
 from joma.study import NotInRun, mean_interval
 
 COLUMNS = 5
-RUNG_COLOURS = {"base": 0, "one-in": 1, "top": 2, "one-out": 3, "question": 4}
-RUNG_NAMES = {"one-in": "block: ", "one-out": "model: ", "question": ""}
+RUNG_COLOURS = {"base": 0, "one-in": 1, "two-in": 5, "top": 2, "one-out": 3, "question": 4}
+RUNG_NAMES = {"one-in": "block: ", "two-in": "block: ", "one-out": "model: ", "question": ""}
 PAIRS = {
     "Free logits at two speeds": ("all-free", "all-free-fast"),
     "Product logits at two speeds": ("all-product", "all-product-slow"),
