@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -174,6 +175,24 @@ def before_last_mlp(model, activations):
 
 
 # ---- what a training loop may compile ----
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_a_last_layer_with_one_query_a_sequence_is_not_compiled(monkeypatch, last):
+    """Its hooks run all the same, since whoever watches the model relies on them."""
+    model = make(DecoderConfig(vocabulary=5, width=4, layers=2))
+    calls, hooked = [], []
+
+    def compiled(layer, *arguments, **options):
+        calls.append(layer)
+        return nn.Module._call_impl(layer, *arguments, **options)
+
+    for layer in model.layers:
+        monkeypatch.setattr(layer, "_compiled_call_impl", functools.partial(compiled, layer))
+        layer.register_forward_hook(lambda layer, *_: hooked.append(layer))
+    model(draw_tokens(5, (3, 4)), last=last)
+    assert calls == list(model.layers)[: 1 if last == 1 else 2]
+    assert hooked == list(model.layers)
 
 
 def test_all_layers_are_compiled_and_their_matrices_read_by_products_alone():

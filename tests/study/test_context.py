@@ -1,6 +1,7 @@
 """Random streams by purpose, arms as an axis, and training that is saved by default."""
 
 import itertools
+import threading
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from joma.arguments import InputError
 from joma.files import StorageError
 from joma.study import Arms, Context, LabelledTraining
-from joma.train import Optimiser, Record
+from joma.train import Optimiser, Record, cuda
 
 ARMS = Arms("rate", ("low", "high"))
 
@@ -187,3 +188,33 @@ def test_labels_of_seeds_other_than_the_contexts_are_refused():
         Context((0, 1)).fit(
             Numbers((1.0, 2.0)), quadratic, label="x", optimiser=Optimiser("sgd", 0.1), steps=1, record=record
         )
+
+
+def test_on_cuda_pytorchs_compiler_is_loaded_while_the_study_prepares(monkeypatch):
+    calls = []
+    monkeypatch.setattr(cuda, "load_compiler", lambda: calls.append(1))
+    Context((0,))
+    assert not calls
+    Context((0,), "cuda:1")
+    assert calls == [1]
+
+
+def test_the_compiler_is_loaded_once_and_in_the_background(monkeypatch):
+    begun, go_on = [], threading.Event()
+
+    def load():
+        begun.append(threading.current_thread())
+        go_on.wait(10)
+
+    monkeypatch.setattr(cuda, "_load_compiler", load)
+    cuda.load_compiler.cache_clear()
+    try:
+        thread = cuda.load_compiler()
+        assert cuda.load_compiler() is thread
+        assert thread.is_alive()
+        assert thread.daemon
+        go_on.set()
+        thread.join()
+        assert begun == [thread]
+    finally:
+        cuda.load_compiler.cache_clear()

@@ -10,7 +10,8 @@ a decoder. Every parameter has the seed as its leading axis, and no number passe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -211,7 +212,9 @@ class Decoder(nn.Module):
         for number, (layer, key, queries, override) in enumerate(by_layer):
             # Lists of its own for each layer: a compiled layer is compiled again for lists of another length.
             layer_watched = {name: [] for name in watched}
-            x = layer(
+            # A layer with one query a sequence would be compiled by itself: six seconds, for a few rows to compute.
+            call: Callable[..., Any] = layer._call_impl if queries.last == 1 else layer
+            x = call(
                 x,
                 mask,
                 query_positions=queries,

@@ -77,6 +77,12 @@ class Context:
     checkpoints: Path | None = None
     run: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.device.startswith("cuda"):
+            from joma.train.cuda import load_compiler
+
+            load_compiler()
+
     def seed_generators(self, arms: Arms | None = None) -> list[torch.Generator]:
         """Return each seed's own random stream, `manual_seed(seed)`, for a run that draws from one stream only.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
@@ -143,10 +144,31 @@ class Throttle:
             self.interval = max(1, self.interval // 2)
 
 
+@cache
+def load_compiler() -> threading.Thread:
+    """Load PyTorch's compiler in the background, and start the processes that compile its kernels; return the thread.
+
+    This takes ten seconds, in which a study draws its data and its models. Kernels that are needed before these
+    processes are ready are compiled one after the other instead.
+    """
+    thread = threading.Thread(target=_load_compiler, name="load PyTorch's compiler", daemon=True)
+    thread.start()
+    return thread
+
+
+def _load_compiler() -> None:
+    with suppress(ImportError, AttributeError):  # without it the first compilation loads the rest
+        from torch._inductor import compile_fx  # noqa: F401  (the slowest import)
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.wakeup()
+
+
 @contextmanager
 def compiled_modules(model: nn.Module, compute: Compute) -> Iterator[None]:
     """Compile the modules that the model offers for the duration of the block, in which a step is captured."""
     modules = model.compiled_modules() if compute.compiled and isinstance(model, CompiledModel) else ()
+    load_compiler().join()
     with torch._dynamo.config.patch(recompile_limit=64):
         for module in modules:
             module.compile(dynamic=compute.dynamic)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import xarray as xr
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -134,14 +133,10 @@ def draw_trees(config: Config, context: Context, classes: int, children: int) ->
 def merge_pads(trees: list[Combinations]) -> Collapsed:
     """Concatenate the sequences of all trees, their leading pads merged so that all have one length."""
     width = max(tree.collapsed(fill=True).sequence.shape[-1] for tree in trees)
-    if width > 16:
-        width = 8 * -(-width // 8)  # tensor cores are fastest at multiples of 8
     full = torch.cat([tree.sequence for tree in trees])
-    added, merged = max(0, width - full.shape[-1]), max(0, full.shape[-1] - width)
-    sequence = F.pad(full, (added, 0), value=trees[0].padding)[..., -width:]
+    sequence = full[..., -width:]
     multiplicity = torch.ones(width, dtype=torch.long)
-    multiplicity[:added] = 0  # added positions are not part of the sequence
-    multiplicity[0] += merged
+    multiplicity[0] += full.shape[-1] - width
     return Collapsed(sequence, multiplicity.expand_as(sequence))
 
 
