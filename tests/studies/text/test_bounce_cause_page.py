@@ -60,6 +60,17 @@ def sentences(run, measured):
     }.items():
         yield words.format(*(100 * bound for bound in measured[claim]["interval"]))
     yield f"entropy returns by {100 * measured['memorised']['mean']:.0f} % of its start"
+    late = {arm: recovery(run, arm, late=True) for arm in run.arm.values.tolist()}
+    spans = {arm: f"{float(values.min()):.2f} to {float(values.max()):.2f}" for arm, values in late.items()}
+    yield f"still returns by {spans['query-key-later']} nats"
+    yield (
+        f"from there on {spans['embedding-later']} nats return, with the MLP {spans['mlp-later']}, with the head "
+        f"{spans['head-later']}, with W_V and W_O {spans['value-path-later']} (late recovery, range over seeds; "
+        f"{spans['free']} with nothing frozen)"
+    )
+    means = {arm: float(values.mean()) for arm, values in late.items() if arm.endswith("-later")}
+    assert min(means, key=lambda arm: means[arm]) == "value-path-later"
+    assert run.turn.sel(arm="free").min() == 125
     dips = sum(bool(step < 500) for step in run.turn.sel(arm="free"))
     assert dips == 1
     yield "of the unchanged model in one seed of three"

@@ -327,7 +327,7 @@ STUDY = Study(
             seeds=3,
             seconds=55.0,
         ),
-        # Meant for a GPU: 821 s on an H200 for 84 models (28 arms of 3 seeds) of 30,000 steps. The 33 models of the
+        # Meant for a GPU: 819 s on an H200 for 84 models (28 arms of 3 seeds) of 30,000 steps. The 33 models of the
         # largest group take 0.21 ms for a step of each. A step moves 0.62 GB, half of it by Adam, and the head over
         # 28,782 types computes 24 of its 25 GFLOP: 0.18 ms at the card's ceilings. The seconds on 2 cores are estimated
         # from `activation-control`.
