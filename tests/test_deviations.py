@@ -163,9 +163,19 @@ def said_of_activation_control():
 def said_of_bounce_control():
     stored = Stored("bounce-control")
     run = stored.run
-    left = [100 * stored.measured[f"clamp-{depth}"]["mean"] for depth in (1, 2, 5)]
-    words = "of the recovery are left with one layer, {1:.0f} % with two and {2:.0f} % with five".format(*left)
-    yield f"({run.sizes['seed']} seeds, {int(run.step[-1])} steps) {left[0]:.0f} % {words}"
+    yield f"On the embedded text ({run.sizes['seed']} seeds, {int(run.step[-1])} steps)"
+    for check, words in (("prevented", "recovery of entropy"), ("clamp", "recovery")):
+        left = [100 * stored.measured[f"{check}-{depth}"]["mean"] for depth in (1, 2, 5)]
+        shares = "{:.0f} % of the {} are left with one layer, {:.0f} % with two and {:.0f} % with five"
+        yield shares.format(left[0], words, *left[1:])
+    held = {depth: (stored.mean(f"loss-{depth}", 3), stored.interval(f"loss-{depth}", 3)) for depth in (1, 2, 5)}
+    yield f"higher by {held[1][0]} nats with one layer (95 % interval {held[1][1]})"
+    assert {stored.verdicts[f"loss-{depth}"] for depth in (1, 2, 5)} == {"not tested"}
+    yield f"with two ({held[2][1]}) and by {held[5][0]} with five ({held[5][1]}): nothing is decided"
+    assert abs(stored.measured["loss-2"]["mean"]) < 5e-4
+    steady = [stored.measured[f"steady-{depth}"]["mean"] for depth in (1, 2, 5)]
+    spans = ", ".join(stored.interval(f"steady-{depth}", 3) for depth in (1, 2, 5))
+    yield f"higher by {listed(steady, 3)} nats with 1, 2 and 5 layers ({spans})"
     gap = {depth: (stored.mean(f"clamped-{depth}", 4), stored.interval(f"clamped-{depth}", 4)) for depth in (1, 2, 5)}
     yield f"by {gap[1][0]} nats with one layer (95 % interval {gap[1][1]}) and by {gap[5][0]} with five ({gap[5][1]})"
     yield f"with two layers by {gap[2][0]} ({gap[2][1]}), which does not decide"

@@ -10,6 +10,7 @@ from scipy import stats
 from torch import nn
 
 from decoder_formulas import JOMA, WIKITEXT, draw_tokens, generators, make
+from joma.models.initialisation import INITS, ParameterDraw
 from joma.models.transformer import CHOICES, Decoder, DecoderConfig
 
 
@@ -113,3 +114,18 @@ def test_uniform_attention_starts_as_trained_attention_does():
     weights = uniform.activations(draw_tokens(9, (2, 4)), ["attention"])["attention"][1]
     expected = torch.tensor([[1, 0, 0, 0], [1 / 2, 1 / 2, 0, 0], [1 / 3, 1 / 3, 1 / 3, 0], [1 / 4] * 4]).double()
     torch.testing.assert_close(weights, expected.expand(2, 2, 1, 4, 4), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("init", ["linear", "encoder", "small"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_seed_of_several_arms_is_drawn_once_and_all_streams_move_on(init, bias):
+    """Each row is what its generator alone would draw, also where one object stands for two models."""
+    shared = torch.Generator().manual_seed(3)
+    streams = [*generators(0, 1), *generators(0, 1, 1), shared, shared]
+    draw, alone = ParameterDraw(INITS[init], streams, torch.float32), [*generators(0, 1, 0, 1, 1), *generators(3) * 2]
+    for role in ("attention", "head"):
+        values = draw(role, 4, 3, bias=bias).detach()
+        rows = [ParameterDraw(INITS[init], [stream], torch.float32)(role, 4, 3, bias=bias)[0] for stream in alone]
+        assert torch.equal(values, torch.stack(rows))
+    states = [stream.get_state() for stream in streams]
+    assert all(torch.equal(state, stream.get_state()) for state, stream in zip(states, alone, strict=True))

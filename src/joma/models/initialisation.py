@@ -54,11 +54,23 @@ class ParameterDraw:
 
     def __call__(self, role: str, *shape: int, bias: bool = False) -> nn.Parameter:
         """Return a weight [seed, in, out] of `shape` (in, out), or the bias [seed, out] of such a weight."""
-        init, values = self.inits[role], torch.zeros(len(self.generators), *shape[bias:])
+        init, values = self.inits[role], torch.empty(len(self.generators), *shape[bias:])
         scale = init.scale(*shape)
-        for seed_values, generator in zip(values, self.generators, strict=True):
-            if init.normal and not bias:
-                seed_values.normal_(0.0, scale, generator=generator)
-            elif init.bias or not bias:
-                seed_values.uniform_(-scale, scale, generator=generator)
+        if bias and not init.bias:
+            values.zero_()
+        elif init.normal and not bias:
+            self._fill(values, lambda row, generator: row.normal_(0.0, scale, generator=generator))
+        else:
+            self._fill(values, lambda row, generator: row.uniform_(-scale, scale, generator=generator))
         return nn.Parameter(values.to(self.dtype))
+
+    def _fill(self, values: torch.Tensor, draw: Callable[[torch.Tensor, torch.Generator], object]) -> None:
+        """Draw each row from its generator, once for generators in the same state: those of a seed in several arms."""
+        first: dict[bytes, int] = {}
+        for number, generator in enumerate(self.generators):
+            earlier = first.setdefault(generator.get_state().numpy().tobytes(), number)
+            if earlier == number:
+                draw(values[number], generator)
+            else:
+                values[number] = values[earlier]
+                generator.set_state(self.generators[earlier].get_state())

@@ -173,8 +173,9 @@ def _training(config: Config, context: Context, arm: str, classes: int, children
     data = merge_pads(trees)
     sequence, multiplicity = data.sequence.to(context.device), data.multiplicity[0].to(context.device)
     model = Decoder(decoder_config(config, arm, classes), generators=context.generators("weights", cells))
-    streams = context.generators("minibatches", cells)
-    counts = minibatch_counts(classes, batch=config.batch, steps=steps + 1, generators=streams).to(context.device)
+    streams = context.generators("minibatches")
+    counts = minibatch_counts(classes, batch=config.batch, steps=steps + 1, generators=streams)
+    counts = counts.repeat(1, len(cells.labels), 1).to(context.device)  # a seed has the same minibatches in every cell
     share, label = counts.to(torch.float32) / config.batch, torch.arange(classes, device=context.device)[:, None]
 
     def loss(model: Decoder, step: Tensor) -> Tensor:
