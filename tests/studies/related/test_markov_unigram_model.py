@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from joma.arguments import InputError
 from joma.studies.related.markov_unigram_model import ChainTransformer, ChainTransformerConfig, unigram_hessian
@@ -47,7 +48,9 @@ def test_the_hessian_at_the_unigram_is_that_of_autograd_on_all_sequences(options
 
         def loss(point, *, index=index, p=p, q=q, symbols=symbols, probability=probability):
             e, b = point[:-1], point[-1]
-            logits = model.layers(symbols[None, ..., None] * e + model.position[:, None])[index] @ e + b
+            with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+                states = model.layers(symbols[None, ..., None] * e + model.position[:, None])
+            logits = states[index] @ e + b
             change = torch.where(symbols > 0, 1 - q, p)
             return (probability[:, None] * (F.softplus(logits) - change * logits)).sum(0).mean()
 
@@ -110,3 +113,18 @@ def test_numbers_of_models_must_agree():
         ChainTransformer(ChainTransformerConfig(length=2), generators=generators(), tied=[True], scale=[0.1] * 2)
     with pytest.raises(InputError, match="`width` must"):
         ChainTransformerConfig(length=2, width=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 2, "norm": True}])
+def test_fused_attention_is_that_of_the_weights(options):
+    model = built(**options)
+    x = torch.randn(2, 5, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = x
+    for layer in range(model.config.layers):
+        query, key, value = model._project(expected, layer)
+        scores = query @ key.mT / 3**0.5
+        weights = scores.masked_fill(~model.causal, -torch.inf).softmax(-1)
+        expected = expected + torch.einsum("bnqk,bnkd,bde->bnqe", weights, value, model.W_O[:, layer])
+        units = torch.relu(model._normed(expected, 2 * layer + 1) @ model.W_1[:, None, layer])
+        expected = expected + units @ model.W_2[:, None, layer]
+    torch.testing.assert_close(model.layers(x), model._normed(expected, 2 * model.config.layers))
