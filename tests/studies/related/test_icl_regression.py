@@ -19,8 +19,8 @@ CHANGES = {
     "drop_scales": (1e-2, 1e-4), "heads": 2, "low_rank": 2, "separate_scale": 0.03, "separate_until": 60.0,
     "records": 21, "aligned_start": 0.06, "noise": 0.6, "prompts": 60, "batch": 9, "probe": 17, "whole_heads": (2,),
     "whole_steps": 4, "whole_batch": 9, "whole_rate": 0.03, "whole_scale": 0.06, "layers": (1,), "layer_steps": 4,
-    "layer_rate": 0.02, "layer_scale": 0.06, "covariances": 31, "searches": 3, "softmax_heads": (1, 3),
-    "softmax_steps": 4, "softmax_rate": 0.02, "softmax_scale": 0.2,
+    "layer_rate": 0.02, "layer_scale": 0.06, "label_noise": 0.7, "covariances": 31, "searches": 3,
+    "softmax_heads": (1, 3), "softmax_steps": 4, "softmax_rate": 0.02, "softmax_scale": 0.2,
 }  # fmt: skip
 FIELDS = Fields(icl_regression, TINY, CHANGES)
 EXACT = ("logistic", "drop-law", "abrupt", "stairs", "order", "low-rank", "half-times", "conserved", "shift", "noise")
@@ -47,7 +47,15 @@ def test_the_outcome_states_the_plateaus_and_the_best_steps():
 
 def test_seeds_do_not_depend_on_their_neighbours():
     alone = run(SMALL, Context((2,)))
-    for name in ("separate_loss", "merged_loss", "whole_loss", "layer_loss", "softmax_loss", "shift_sampled"):
+    for name in (
+        "separate_loss",
+        "merged_loss",
+        "whole_loss",
+        "layer_loss",
+        "softmax_loss",
+        "noisy_loss",
+        "shift_sampled",
+    ):
         np.testing.assert_allclose(alone[name][0], small_run()[name].sel(seed=2), rtol=1e-3, err_msg=name)
 
 
@@ -62,6 +70,7 @@ def test_the_representative_model_has_the_common_axes():
     [
         ("spectrum", (1.0, 1.0)), ("spectrum", (1.0,)), ("length", 0), ("low_rank", 3), ("drop_scales", (1e-3,)),
         ("prompts", 1), ("layers", (0,)), ("whole_rate", 0.0), ("aligned_start", 0.0), ("softmax_heads", (1, 1)),
+        ("label_noise", 0.0),
     ],
 )  # fmt: skip
 def test_a_bad_config_is_refused_by_name(name, value):

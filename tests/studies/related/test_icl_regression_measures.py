@@ -95,6 +95,13 @@ def test_layers_are_measured_by_what_their_last_step_gains():
     np.testing.assert_array_equal(np.isnan(measures.transform_gain(deeper)), [False, True])
 
 
+def test_noisy_labels_are_measured_by_what_the_optimum_for_clean_ones_loses():
+    run = xr.Dataset({"noisy_loss": ("seed", [1.0, 1.5]), "noisy_least_loss": 1.0, "noisy_clean_loss": 3.0})
+    np.testing.assert_allclose(measures.noisy_excess(run), [0.0, 0.25])
+    with pytest.raises(NotInRun, match="noisy labels"):
+        measures.noisy_excess(run.drop_vars("noisy_loss"))
+
+
 def test_softmax_is_compared_with_linear_attention_on_the_same_prompts():
     run = small_run()
     excess = measures.softmax_excess(run, 1)

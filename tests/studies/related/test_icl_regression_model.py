@@ -124,6 +124,19 @@ def test_prompts_have_their_covariance_and_labels():
     torch.testing.assert_close(answers, drawn.target[:, :50], rtol=1e-2, atol=1e-2)
 
 
+def test_noise_is_added_to_the_examples_labels_alone():
+    clean, noisy = (PromptSource(SPECTRUM, 6, (0, 1), label_noise=noise).draw(0, 20_000) for noise in (0.0, 0.7))
+    torch.testing.assert_close(noisy.tokens[..., :-1], clean.tokens[..., :-1], rtol=0, atol=0)
+    torch.testing.assert_close(noisy.target, clean.target, rtol=0, atol=0)
+    assert not noisy.tokens[:, :, -1, -1].any()
+    added = ((noisy.tokens - clean.tokens)[:, :, :-1, -1] / 0.7).double()
+    for power, moment in {1: 0.0, 2: 1.0, 4: 3.0}.items():
+        values = added**power
+        assert abs(values.mean() - moment) < 4 * values.std() / np.sqrt(values.numel())
+    with_labels = added * clean.tokens[:, :, :-1, -1]  # independent of the labels themselves
+    assert abs(with_labels.mean()) < 4 * with_labels.std() / np.sqrt(with_labels.numel())
+
+
 def test_prompts_depend_on_seed_and_step_alone():
     alone, both = PromptSource(SPECTRUM, 6, (1,)).draw(5, 3), PromptSource(SPECTRUM, 6, (0, 1)).draw(5, 3)
     torch.testing.assert_close(alone.tokens[0], both.tokens[1], rtol=0, atol=0)

@@ -61,6 +61,23 @@ def test_sgd_from_the_theorys_blocks_reaches_the_optimum():
     assert float(end.max()) < 0.1 * sum(config.spectrum) / 2
 
 
+def test_on_noisy_labels_the_best_single_step_is_that_for_the_noise():
+    task = training.Task(replace(SMALL, probe=20_000), Context((0,)), label_noise=1.5)
+    assert task.one_step[0] == pytest.approx(in_context.least_loss(SMALL.spectrum, SMALL.length, 1.5), rel=0.05)
+    clean = np.diag(in_context.preconditioner(SMALL.spectrum, SMALL.length))
+    risk = float(in_context.population_loss(clean, SMALL.spectrum, SMALL.length, 1.5))
+    assert task.descent_loss(clean[None])[0] == pytest.approx(risk, rel=0.05)
+    assert risk > 1.05 * task.one_step[0]
+
+
+def test_training_on_noisy_labels_approaches_the_optimum_for_them():
+    noisy = training._noisy(replace(SMALL, layer_steps=400, label_noise=1.5), Context((0, 1)))
+    assert bool((noisy.noisy_loss >= noisy.noisy_least_loss).all())
+    assert float((noisy.noisy_loss - noisy.noisy_least_loss).max()) < float(
+        noisy.noisy_clean_loss - noisy.noisy_least_loss
+    )
+
+
 def test_a_diverged_training_has_no_loss():
     steps = np.full((1, 3, 3), np.nan)
     assert np.isnan(training._mean_loss(steps, np.eye(3)[None], SMALL.spectrum))

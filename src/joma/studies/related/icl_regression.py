@@ -56,7 +56,7 @@ STUDY = Study(
         "loss from random starts and from starts for which there is a closed form, and sample the risk on longer and "
         "noisy prompts. On sampled prompts we train whole matrices by SGD, with all blocks or with those that the "
         "theory uses; one to three layers by Adam, beside the best steps of gradient descent, which a search finds; "
-        "and softmax attention."
+        "one layer on noisy labels; and softmax attention."
     ),
     version=1,
     presets={

@@ -113,6 +113,13 @@ def transform_gain(run: xr.Dataset) -> xr.DataArray:
     return (1 - loss / several.best_probe_loss).min("layers", skipna=False)
 
 
+def noisy_excess(run: xr.Dataset) -> xr.DataArray:
+    """Return the risk after training on noisy labels above the least, over that of the optimum for clean labels."""
+    if "noisy_loss" not in run:
+        raise NotInRun("model that is trained on noisy labels")
+    return (run.noisy_loss - run.noisy_least_loss) / (run.noisy_clean_loss - run.noisy_least_loss)
+
+
 def softmax_excess(run: xr.Dataset, heads: int) -> xr.DataArray:
     """Return the final loss of softmax attention less that of the best linear step on the same prompts, per seed."""
     return select(run.softmax_loss, softmax_heads=heads).isel(softmax_step=-1) - run.one_step_loss
@@ -296,6 +303,15 @@ TRAINED_CLAIMS = (
         kind="control",
         quantity="share of the best steps' loss that is saved on the same prompts; least over L ≥ 2",
         across="interval",
+    ),
+    Claim(
+        "noise-trained",
+        "Trained on noisy labels, linear attention learns the best step for these, not that for clean ones.",
+        noisy_excess,
+        at_most(0.5),
+        kind="control",
+        quantity="exact risk of the trained step on noisy prompts above the least, over what the optimum for clean "
+        "labels loses there",
     ),
     Claim(
         "softmax-one",

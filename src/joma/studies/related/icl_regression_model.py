@@ -21,7 +21,7 @@ BLOCKS = {
     "transform": ([("x", "x"), ("y", "y")], [("x", "x")]),
     "whole": ([("x", "x"), ("x", "y"), ("y", "x"), ("y", "y")],) * 2,
 }
-SITE = 1  # of the random numbers of prompts
+SITE, LABELS = 1, 2  # of the random numbers of prompts, and of their labels' noise
 
 
 @dataclass(frozen=True)
@@ -177,24 +177,38 @@ class Prompts:
 
 
 class PromptSource:
-    """Prompts of N examples x ~ N(0, diag(spectrum)), y = w·x, w ~ N(0, I): a function of the seed and the step."""
+    """Prompts of N examples x ~ N(0, diag(spectrum)), y = w·x, w ~ N(0, I): a function of the seed and the step.
 
-    def __init__(self, spectrum: Sequence[float], length: int, seeds: Sequence[int], device: str = "cpu") -> None:
+    With `label_noise` the examples' labels are y + label_noise · N(0, 1); what the query is answered with has no noise.
+    """
+
+    def __init__(
+        self,
+        spectrum: Sequence[float],
+        length: int,
+        seeds: Sequence[int],
+        device: str = "cpu",
+        *,
+        label_noise: float = 0.0,
+    ) -> None:
+        self.label_noise = scalar("label_noise", label_noise, low=0.0)
         self.deviation = torch.from_numpy(positive("spectrum", spectrum, ndim=1)).sqrt().float().to(device)
         self.length, self.seeds = whole("length", length), torch.tensor(list(seeds), device=device)
 
     def draw(self, step: Tensor | int, count: int) -> Prompts:
         """Return `count` prompts for each seed."""
-        size = len(self.deviation)
-        draws = normal((count, self.length + 2, size), key=noise.key(self.seeds, step))
+        size, key = len(self.deviation), noise.key(self.seeds, step)
+        draws = normal((count, self.length + 2, size), key=key)
         x, w = draws[:, :, 1:] * self.deviation, draws[:, :, :1]
         y = (x * w).sum(dim=-1, keepdim=True)
         shown = y.clone()
+        if self.label_noise:
+            shown += self.label_noise * normal((count, self.length + 1, 1), key=key, site=LABELS)
         shown[:, :, -1] = 0.0
         return Prompts(torch.cat([x, shown], dim=-1), y[:, :, -1, 0])
 
 
-def normal(shape: Sequence[int], *, key: Tensor) -> Float[Tensor, "seed ..."]:
+def normal(shape: Sequence[int], *, key: Tensor, site: int = SITE) -> Float[Tensor, "seed ..."]:
     """Return standard normal numbers of `shape` for each seed, by the method of Box and Muller.
 
     >>> draws = normal((50, 1000), key=noise.key(torch.tensor([0]), 3))
@@ -203,6 +217,6 @@ def normal(shape: Sequence[int], *, key: Tensor) -> Float[Tensor, "seed ..."]:
     """
     count = math.prod(shape)
     half = -(-count // 2)
-    uniform = noise.uniform((2, half), key=key, site=SITE)
+    uniform = noise.uniform((2, half), key=key, site=site)
     radius, angle = (-2 * torch.log1p(-uniform[:, 0])).sqrt(), 2 * math.pi * uniform[:, 1]
     return torch.cat([radius * angle.cos(), radius * angle.sin()], dim=-1)[:, :count].view(len(uniform), *shape)

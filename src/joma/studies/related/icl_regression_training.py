@@ -51,6 +51,8 @@ class TrainedConfig(FlowConfig):
     covariances: int = 2000
     """Prompts that stand for the population where the best steps of gradient descent are searched for."""
     searches: int = 6
+    label_noise: float = 1.0
+    """Standard deviation of the labels' noise in prompts on which one more layer is trained as descent."""
     softmax_heads: tuple[int, ...] = (1, 2)
     softmax_steps: int = 500
     softmax_rate: float = 0.01
@@ -61,7 +63,8 @@ def train(config: TrainedConfig, context: Context) -> xr.Dataset:
     """Train all models; return their losses on the probe, and what gradient descent reaches."""
     check(config)
     task = Task(config, context)
-    return xr.merge([_whole(config, context, task), _layers(config, context, task), _softmax(config, context, task)])
+    parts = _whole(config, context, task), _layers(config, context, task), _softmax(config, context, task)
+    return xr.merge([*parts, _noisy(config, context)])
 
 
 def check(config: TrainedConfig) -> None:
@@ -72,7 +75,8 @@ def check(config: TrainedConfig) -> None:
     for name in ("batch", "whole_batch", "covariances", "searches", "whole_steps", "layer_steps", "softmax_steps"):
         whole(name, getattr(config, name))
     whole("probe", config.probe, low=2)
-    for name in ("whole_rate", "whole_scale", "layer_rate", "layer_scale", "softmax_rate", "softmax_scale"):
+    rates = "whole_rate", "layer_rate", "softmax_rate"
+    for name in (*rates, "whole_scale", "layer_scale", "softmax_scale", "label_noise"):
         scalar(name, getattr(config, name), above=0.0)
 
 
@@ -82,13 +86,18 @@ class Task:
     Attributes:
         probe: the prompts on which models are measured.
         one_step: the loss of the best single step of gradient descent on the probe, [seed].
+
+    Args:
+        config, context: of the study.
+        label_noise: standard deviation of the labels' noise.
     """
 
-    def __init__(self, config: TrainedConfig, context: Context) -> None:
+    def __init__(self, config: TrainedConfig, context: Context, *, label_noise: float = 0.0) -> None:
         self.config, self.context = config, context
-        self.source = PromptSource(config.spectrum, config.length, context.seeds, context.device)
+        sizes = config.spectrum, config.length
+        self.source = PromptSource(*sizes, context.seeds, context.device, label_noise=label_noise)
         self.probe = self.source.draw(PROBE, config.probe)
-        self.one_step = self.descent_loss(np.diag(gamma(config))[None])
+        self.one_step = self.descent_loss(np.diag(in_context.preconditioner(*sizes, label_noise))[None])
 
     @torch.no_grad()
     def descent_loss(self, steps: np.ndarray) -> np.ndarray:
@@ -252,3 +261,28 @@ def _softmax(config: TrainedConfig, context: Context, task: Task) -> xr.Dataset:
     losses = losses.rename(step="softmax_step").transpose("seed", ...)
     fields = {"softmax_loss": losses, "one_less_loss": shorter}
     return xr.merge([xr.Dataset(fields), axes]).assign_coords(seed=list(context.seeds))
+
+
+def _noisy(config: TrainedConfig, context: Context) -> xr.Dataset:
+    """Train one layer as descent on prompts with noisy labels; return its exact risk on such prompts.
+
+    Beside it the risks of the optimum for these prompts and of the optimum for labels without noise.
+    """
+    sizes, noise = (config.spectrum, config.length), config.label_noise
+    model = PromptConfig(len(config.spectrum), scale=config.layer_scale, value=1.0)
+    optimiser, label = _decaying(config.layer_rate, config.layer_steps), "noisy labels"
+    task = Task(config, context, label_noise=noise)
+    curves = task.fit(model, ("descent",), optimiser, config.layer_steps, batch=config.batch, label=label)
+    trained = curves.steps.isel(blocks=0, step=-1, layer=0).values.astype(np.float64)
+    risks = [
+        float(in_context.population_loss(step, *sizes, noise)) if np.isfinite(step).all() else np.nan
+        for step in trained
+    ]
+    return xr.Dataset(
+        {
+            "noisy_loss": ("seed", np.array(risks)),
+            "noisy_least_loss": in_context.least_loss(*sizes, noise),
+            "noisy_clean_loss": float(in_context.population_loss(np.diag(gamma(config)), *sizes, noise)),
+        },
+        {"seed": list(context.seeds)},
+    )
