@@ -59,7 +59,7 @@ QUESTION = """JoMA credits the nonlinear activation: with a linear one the winne
 Where the loss reaches its least value, and the attention there is unique, entropy ends at that of this optimum, with
 linear units too; it has bounced if it went below on the way ([docs/ladder.md](docs/ladder.md) has the proofs, for
 linear units). This holds for one-layer models: two layers that learn addition come back although their loss has no
-minimum ([docs/related/panorama.md](docs/related/panorama.md)). For text we changed a language model in 24 ways, and
+minimum ([docs/related/panorama.md](docs/related/panorama.md)). For text we changed a language model in {ways} ways, and
 show what is left of attention's return ([docs/bounce-cause.md](docs/bounce-cause.md)). The law that ties attention
 to weights is, in a Transformer, one about value vectors and not about the MLP, and what language models add to the
 block breaks it ([docs/value-path.md](docs/value-path.md))."""
@@ -68,7 +68,7 @@ NOT_STORED = {
     "pretrained": "needs checkpoints of OPT and Pythia from the hub",
 }
 # Fields that configs have got since a run was stored, with the value for what was computed then.
-FORMER = {"value_path": False}
+FORMER = {"value_path": False, "label_noise": 0.0}
 COMMIT, SOURCE = re.compile(r"[0-9a-f]{40}"), "src/joma"
 
 
@@ -229,7 +229,8 @@ def findings(paths: list[Path]) -> str:
 def why(stored: dict[str, Path]) -> Iterator[str]:
     """Yield what the README says about the return of attention: what each study came to, and a picture."""
     yield "### Why does attention become dense again?"
-    yield paragraph(QUESTION)
+    ways = open_run(stored["bounce-cause"]).sizes["arm"] - 1 if "bounce-cause" in stored else "many"
+    yield paragraph(QUESTION.format(ways=ways))
     for name, subject in WHY.items():
         if name in stored:
             yield paragraph(f"**{subject}** (`{name}`). {read_claims(stored[name]).description.outcome}")

@@ -70,7 +70,7 @@ def test_the_representative_model_has_the_common_axes():
     [
         ("spectrum", (1.0, 1.0)), ("spectrum", (1.0,)), ("length", 0), ("low_rank", 3), ("drop_scales", (1e-3,)),
         ("prompts", 1), ("layers", (0,)), ("whole_rate", 0.0), ("aligned_start", 0.0), ("softmax_heads", (1, 1)),
-        ("label_noise", 0.0),
+        ("label_noise", -1.0),
     ],
 )  # fmt: skip
 def test_a_bad_config_is_refused_by_name(name, value):

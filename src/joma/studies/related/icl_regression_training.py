@@ -52,7 +52,7 @@ class TrainedConfig(FlowConfig):
     """Prompts that stand for the population where the best steps of gradient descent are searched for."""
     searches: int = 6
     label_noise: float = 1.0
-    """Standard deviation of the labels' noise in prompts on which one more layer is trained as descent."""
+    """Standard deviation of the labels' noise in prompts on which one more layer is trained; 0 leaves it out."""
     softmax_heads: tuple[int, ...] = (1, 2)
     softmax_steps: int = 500
     softmax_rate: float = 0.01
@@ -63,8 +63,8 @@ def train(config: TrainedConfig, context: Context) -> xr.Dataset:
     """Train all models; return their losses on the probe, and what gradient descent reaches."""
     check(config)
     task = Task(config, context)
-    parts = _whole(config, context, task), _layers(config, context, task), _softmax(config, context, task)
-    return xr.merge([*parts, _noisy(config, context)])
+    parts = [_whole(config, context, task), _layers(config, context, task), _softmax(config, context, task)]
+    return xr.merge([*parts, _noisy(config, context)] if config.label_noise else parts)
 
 
 def check(config: TrainedConfig) -> None:
@@ -75,9 +75,9 @@ def check(config: TrainedConfig) -> None:
     for name in ("batch", "whole_batch", "covariances", "searches", "whole_steps", "layer_steps", "softmax_steps"):
         whole(name, getattr(config, name))
     whole("probe", config.probe, low=2)
-    rates = "whole_rate", "layer_rate", "softmax_rate"
-    for name in (*rates, "whole_scale", "layer_scale", "softmax_scale", "label_noise"):
+    for name in ("whole_rate", "whole_scale", "layer_rate", "layer_scale", "softmax_rate", "softmax_scale"):
         scalar(name, getattr(config, name), above=0.0)
+    scalar("label_noise", config.label_noise, low=0.0)
 
 
 class Task:
