@@ -12,6 +12,7 @@ from scipy import stats
 
 from generated import paragraph, table, with_generated_parts
 from joma.runs import find_runs, open_run
+from joma.studies import entropy_return
 from joma.studies.entropy_return import fall
 from joma.studies.text import bounce_cause_arms
 from joma.studies.text.bounce_cause_measures import recovery
@@ -153,8 +154,38 @@ def ladder_pilot_part(run: xr.Dataset) -> str:
     return f"{table(columns, rows)}\n\n{paragraph([sentence])}\n"
 
 
+WORLDS = {
+    "overlap": "one length, every token in every class",
+    "separable": "tokens separate the classes",
+    "lengths": "*lengths*: contexts of 1 or 5 tokens, half each",
+    "noise": "*noise*: in half of the contexts a third of the tokens is equally likely in all classes",
+}
+UNITS = {"linear": "linear", "gelu": "GELU"}
+
+
+def ladder_worlds_part(run: xr.Dataset) -> str:
+    """Return the table of the worlds that are solved: entropy at the optimum, its fall and what it regains."""
+    columns = ["world", "units", "optimum's entropy", "fall", "share of it regained"]
+    rows = []
+    for world, description in WORLDS.items():
+        for activation, units in UNITS.items():
+            solution = run.sel(world=world, activation=activation)
+            if bool(solution.entropy.isnull().all()):
+                continue
+            fallen, share = fall(solution.entropy, "time"), entropy_return.share_regained(solution.entropy, "time")
+            optimum = "at infinity" if world == "separable" else _span(solution.optimum_entropy, 2)
+            rows.append([description, units, optimum, _span(fallen, 2), _span(share, 3)])
+    return table(columns, rows, numbers=False) + "\n"
+
+
+def _span(values: xr.DataArray, digits: int) -> str:
+    """Return the least and the greatest value as text, once where they are the same."""
+    low, high = (f"{float(bound):.{digits}f}" for bound in (values.min(), values.max()))
+    return low if low == high else f"{low} to {high}"
+
+
 PAGES: dict[str, dict[str, Callable[[xr.Dataset], str]]] = {
-    "ladder": {"arms": ladder_arms_part, "pilot": ladder_pilot_part},
+    "ladder": {"worlds": ladder_worlds_part, "arms": ladder_arms_part, "pilot": ladder_pilot_part},
     "bounce-cause": {"arms": bounce_cause_arms_part},
 }
 """The parts of the page of a study, which has the study's name."""
