@@ -7,12 +7,14 @@ import pytest
 from scipy import stats
 
 from joma.studies.theorems.ladder_arms import ARMS
+from joma.studies.theorems.ladder_measures import arrived, came_back, predicted_return
 from joma.studies.theorems.ladder_training import optimal_entropy, settled_entropy, share_regained
+from joma.studies.theorems.ladder_worlds import KINDS
 from test_deviations import Stored
 from test_docs import ROOT, load_script
 
 TEXT = (ROOT / "docs" / "ladder.md").read_text(encoding="utf-8")
-PAGE = " ".join(TEXT.split())
+PAGE = " ".join(TEXT.split()).replace("−", "-")
 make_tables = load_script("make_tables")
 
 
@@ -57,12 +59,74 @@ def sentences(stored):
     yield f"free ones within {float(free):.3f} ln M of it"
     yield f"product logits {float(product.min()):.3f} to {float(product.max()):.3f} above"
 
+
+def sentences_of_worlds(stored):
+    """What the page says of the worlds that are solved."""
+    run, measured = stored.run, stored.measured
+    assert run.sizes["seed"] == 8
+    yield "The [stored run](findings/ladder.md) has eight seeds"
+    yield f"The loss ends at most {measured['bayes']['max']:.0e} above the Bayes risk"
+    yield f"the weights at most {100 * measured['naive-bayes']['max']:.0f} % from naive Bayes"
+    yield f"follows the flow to {measured['sgd-flow']['max']:.3f}"
+    denser = measured["gelu-optimum"]
+    yield f"by {denser['mean']:.2f} on average, which is undecided"
+    assert stored.verdicts["gelu-optimum"] == "not tested"
+    yield "(95 % interval -{:.2f} to {:.2f})".format(-denser["interval"][0], denser["interval"][1])
     low, high = measured["gelu-to-the-optimum"]["min"], measured["gelu-to-the-optimum"]["max"]
-    yield f"in each of the first eight seeds by {low:.2f} to {high:.2f}"
+    yield f"in each seed by {low:.2f} to {high:.2f}"
+    yield from sentences_of_random_worlds(run, measured)
+    shares = run.isel(case=run.family == "shares")
+    has_arrived, back = arrived(shares), came_back(shares) & arrived(shares)
+    ends = shares.case_optimum.isel(case=[0, -1]).mean("seed").values
+    assert shares.setting.values[[0, -1]].tolist() == [0.0, 0.9]
+    assert ends[0] == pytest.approx(1)
+    yield f"from uniform (share 0) to {ends[1]:.2f} (share 0.9)"
+    few, many = shares.setting <= 0.05, shares.setting >= 0.75
+    counts = [int(flags.where(part, 0).sum()) for part in (few, many) for flags in (back, has_arrived)]
+    yield "at shares up to 0.05 attention comes back in {} of {} worlds, from 0.75 on in {} of {}".format(*counts)
+    missing = [int((~arrived(run.isel(case=run.family == name))).sum()) for name in ("random", "shares", "planted")]
+    yield "{} random worlds, {} mixtures and {} planted world had not arrived".format(*missing)
+    assert int((shares.case_excess < -1e-6).sum()) == 1
+    yield "In one mixture the flow ended at a lower loss than the searches"
+    assert sum(value < 0.05 for value in measured["fall"]["values"]) == 2
+    yield f"Entropy falls by less than 0.05 in two seeds (`fall`, least {measured['fall']['min']:.3f})"
+    assert sum(value < 0.9 for value in measured["gelu-bounce"]["values"]) == 1
+    yield f"GELU units regain {100 * measured['gelu-bounce']['min']:.0f} % in one"
+    assert sum(value > 0.01 for value in measured["sgd-lengths"]["values"]) == 1
+    yield f"comes back by {100 * measured['sgd-lengths']['max']:.0f} % in one seed that SGD trains"
+
+
+def sentences_of_random_worlds(run, measured):
+    random = run.isel(case=run.family == "random")
+    counted, returned = arrived(random), came_back(random)
+    count, back = int(counted.sum()), int((counted & returned).sum())
+    distance = abs(random.case_end - random.case_optimum).where(counted)
+    yield f"**Random worlds** ({counted.size}; "
+    yield f"{count} arrive at their optimum, {back} of them come back"
+    near = 100 * int((distance <= 0.02).sum()) / count
+    yield f"in {near:.1f} % of these, on average {float(distance.mean()):.3f} from it"
+    yield f"explains {100 * measured['random-explained']['mean']:.0f} % of the variance"
+    below = predicted_return(random) & counted
+    right = 100 * int(((predicted_return(random) == returned) & counted).sum()) / count
+    yield f"The verdict is predicted in {right:.0f} %; always to say"
+    yield f'"comes back" is right in {100 * back / count:.0f} %'
+    yield f'"with linear units never", in {100 * (1 - back / count):.0f} %'
+    yield f"Of {int(below.sum())} random worlds whose path had gone below"
+    yield f"90 % of its fall, {int((below & returned).sum())} came back"
+    later = int((~predicted_return(random) & returned & counted).sum())
+    yield f"Of those whose path had not, {later} went below it later"
+    planted = run.isel(case=run.family == "planted")
+    late = int((~predicted_return(planted) & came_back(planted) & arrived(planted)).sum())
+    yield f"With planted optima this is so common ({late} of {int(arrived(planted).sum())})"
+    far = (distance > 0.02).values
+    assert {KINDS[kind] for kind in random.case_kind.values[far]} == {"planted"}
+    yield f"In {far.sum()} random worlds that count as arrived, all planted"
+    yield f"at most by {float(distance.max()):.2f}"
 
 
 def test_the_page_has_the_numbers_of_the_stored_run(stored):
     assert [sentence for sentence in sentences(stored) if sentence not in PAGE] == []
+    assert [sentence for sentence in sentences_of_worlds(stored) if sentence not in PAGE] == []
 
 
 def test_the_tables_are_those_of_the_stored_run(stored):
