@@ -3,6 +3,7 @@
 import itertools
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -212,9 +213,20 @@ def test_the_compiler_is_loaded_once_and_in_the_background(monkeypatch):
         thread = cuda.load_compiler()
         assert cuda.load_compiler() is thread
         assert thread.is_alive()
-        assert thread.daemon
+        assert not thread.daemon  # the process waits for it, so that its exit code is its own
         go_on.set()
         thread.join()
         assert begun == [thread]
     finally:
         cuda.load_compiler.cache_clear()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_process_that_ends_waits_for_one_module_of_the_compiler_alone(monkeypatch, ends):
+    imported, woken = [], []
+    compiler = SimpleNamespace(AsyncCompile=SimpleNamespace(wakeup=lambda: woken.append(True)))
+    monkeypatch.setattr(cuda, "import_module", lambda name: imported.append(name) or compiler)
+    monkeypatch.setattr(threading, "main_thread", lambda: SimpleNamespace(is_alive=lambda: not ends))
+    cuda._load_compiler()
+    assert list(dict.fromkeys(imported)) == list(cuda.COMPILER_MODULES[: 1 if ends else 3])
+    assert woken == ([] if ends else [True])

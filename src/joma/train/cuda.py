@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from joma.train.options import Compute
 from joma.train.protocol import CompiledModel
 
 TRIAL_STEPS = 3  # before the capture: PyTorch compiles and allocates in them, which a graph cannot contain
+COMPILER_MODULES = "torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.async_compile"
 MIN_AHEAD_SECONDS, MAX_AHEAD_SECONDS = 0.1, 0.4  # between two events at which Python waits for the device
 
 
@@ -150,18 +152,22 @@ def load_compiler() -> threading.Thread:
 
     This takes ten seconds, in which a study draws its data and its models. Kernels that are needed before these
     processes are ready are compiled one after the other instead.
+
+    A process that ends meanwhile, because of bad input for example, waits for the module that is being imported: a
+    thread that is cut off within an import can end the process with a code of its own.
     """
-    thread = threading.Thread(target=_load_compiler, name="load PyTorch's compiler", daemon=True)
+    thread = threading.Thread(target=_load_compiler, name="load PyTorch's compiler")
     thread.start()
     return thread
 
 
 def _load_compiler() -> None:
     with suppress(ImportError, AttributeError):  # without it the first compilation loads the rest
-        from torch._inductor import compile_fx  # noqa: F401  (the slowest import)
-        from torch._inductor.async_compile import AsyncCompile
-
-        AsyncCompile.wakeup()
+        for name in COMPILER_MODULES:
+            import_module(name)
+            if not threading.main_thread().is_alive():
+                return
+        import_module(COMPILER_MODULES[-1]).AsyncCompile.wakeup()
 
 
 @contextmanager
