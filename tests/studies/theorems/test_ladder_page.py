@@ -8,7 +8,13 @@ from scipy import stats
 
 from joma.studies.theorems.ladder_arms import ARMS
 from joma.studies.theorems.ladder_measures import arrived, came_back, predicted_return
-from joma.studies.theorems.ladder_training import optimal_entropy, settled_entropy, share_regained
+from joma.studies.theorems.ladder_training import (
+    bounced,
+    judged_trajectory,
+    optimal_entropy,
+    settled_entropy,
+    share_regained,
+)
 from joma.studies.theorems.ladder_worlds import KINDS
 from test_deviations import Stored
 from test_docs import ROOT, load_script
@@ -27,6 +33,10 @@ def sentences(stored):
     run, measured = stored.run, stored.measured
     steps = "same-optimum", "early-weights", "product-speed", "overshoot", "no-overshoot", "speed-free", "speed-product"
     assert {stored.verdicts[name] for name in steps} == {"holds"}
+    back = {arm: int(bounced(judged_trajectory(run, arm)).sum()) for arm in run.arm.values.tolist()}
+    assert not any(back[name] for name, arm in ARMS.items() if arm.rung == "two-in")
+    assert back["repeated"] == 7
+    yield "attention comes back in none; with a fixed batch alone it comes back in seven seeds of eight"
     yield "Each step of the argument is a claim, and each holds"
 
     assert float(run.trained_optimum_gradient.max()) < 1e-6

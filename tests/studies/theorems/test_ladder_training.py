@@ -164,7 +164,7 @@ def test_an_arm_is_judged_at_the_rate_of_the_lowest_loss_at_which_no_seed_diverg
     with pytest.raises(NotInRun, match="arm top"):
         judged_trajectory(run, "top")
     assert outcome(run).startswith(
-        "Of 2 models between this block and a language model, each with one thing changed, 0 turn dense"
+        "Of 2 models between this block and a language model, with one or two things changed, 0 turn dense"
     )
 
 

@@ -458,8 +458,8 @@ def outcome(run: xr.Dataset) -> str:
     every, none = counts.count(run.sizes["seed"]), counts.count(0)
     tested = sum(_trained_long_enough(run, arm) for arm in arms)
     sentence = (
-        f"Of {len(counts)} models between this block and a language model, each with one thing changed, {every} turn "
-        f"dense again in every seed and {none} in none; {tested} were trained for ten times as long as their loss "
+        f"Of {len(counts)} models between this block and a language model, with one or two things changed, {every} "
+        f"turn dense again in every seed and {none} in none; {tested} were trained for ten times as long as their loss "
         "falls, in every seed."
     )
     names = ("all-free", "all-free-fast", "all-product", "all-product-slow")
